@@ -1,0 +1,8 @@
+"""A reverse-mode autograd engine in NumPy and Numba, with CuPy for the GPU."""
+
+from . import ops
+from .backend import KERNELS
+from .launch import get_num_threads, set_num_threads
+from .ops import *  # noqa: F403
+from .tape import checkpoint, no_grad
+from .tensor import OPS, Tensor

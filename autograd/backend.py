@@ -1,0 +1,92 @@
+"""Where arrays live: NumPy on the CPU, CuPy on the GPU. The only file that imports CuPy."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from . import launch
+
+try:
+    import cupy  # pyright: ignore[reportMissingImports]
+except ImportError:
+    cupy = None
+
+KERNELS: dict[str, Kernel] = {}
+
+# What the fast bodies compute in. 16-bit storage travels as bits: uint16 is always bfloat16,
+# int16 is always float16; nothing else in the engine has these two types.
+FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array of either device."""
+    return isinstance(x, np.ndarray) or (cupy is not None and isinstance(x, cupy.ndarray))
+
+
+def array_module(x: Any) -> ModuleType:
+    """`cupy` if `x` is on the GPU, else `numpy`."""
+    return cupy if cupy is not None and isinstance(x, cupy.ndarray) else np
+
+
+class Kernel:
+    """One computation with up to three bodies: a reference, a CPU one and a GPU one.
+
+    The reference is plain array code. It runs on either device and says what the other two must
+    compute; the tests hold them to it. A call goes to the fast body of the device that its first
+    array lives on. Fast bodies get C-contiguous arrays, except for the arguments named in
+    `strides`, whose last axis alone must be contiguous; they write only to arrays that they made,
+    or that are named `out`.
+    """
+
+    def __init__(self, reference: Callable, strides: tuple[str, ...] = ()):
+        functools.update_wrapper(self, reference)
+        self.reference = reference
+        self.fast: dict[ModuleType, Callable] = {}
+        names = list(inspect.signature(reference).parameters)
+        self.by_stride = {names.index(name) for name in strides}
+        KERNELS[f"{reference.__module__.rpartition('.')[2]}.{reference.__name__}"] = self
+
+    def cpu(self, body: Callable) -> Callable:
+        """Attach the body for NumPy arrays."""
+        self.fast[np] = body
+        return body
+
+    def gpu(self, body: Callable) -> Callable:
+        """Attach the body for CuPy arrays."""
+        if cupy is not None:
+            self.fast[cupy] = body
+        return body
+
+    def __call__(self, *args: Any) -> Any:
+        first = next((a for a in args if is_array(a)), None)
+        module = array_module(first)
+        for a in args:
+            if is_array(a) and array_module(a) is not module:
+                raise ValueError(
+                    f"{self.__name__}: one array is on the CPU and one on the GPU; "
+                    "move both to one device"
+                )
+        body = self.fast.get(module)
+        if body is None or (module is np and not launch.JIT):
+            return self.reference(*args)
+        return body(*(self._layout(n, a) for n, a in enumerate(args)))
+
+    def _layout(self, n: int, a: Any) -> Any:
+        if not is_array(a) or a.flags.c_contiguous:
+            return a
+        if n in self.by_stride and (a.shape[-1] == 1 or a.strides[-1] == a.itemsize):
+            return a
+        return array_module(a).ascontiguousarray(a)
+
+
+def kernel(reference: Callable | None = None, *, strides: tuple[str, ...] = ()) -> Any:
+    """Make `reference` a `Kernel`, to which `.cpu` and `.gpu` attach fast bodies."""
+    if reference is None:
+        return functools.partial(kernel, strides=strides)
+    return Kernel(reference, strides)

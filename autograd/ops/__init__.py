@@ -1,0 +1,31 @@
+"""The operations, one family per file."""
+
+from .attention import attention
+from .dropout import dropout
+from .elementwise import (
+    add,
+    cast,
+    div,
+    exp,
+    gelu,
+    log,
+    maximum,
+    mul,
+    neg,
+    pow,
+    relu,
+    sigmoid,
+    silu,
+    sqrt,
+    sub,
+    swiglu,
+    tanh,
+    where,
+)
+from .embedding import embedding
+from .matmul import linear, matmul
+from .norm import layer_norm, rms_norm
+from .reduce import logsumexp, max, mean, sum
+from .rope import rope
+from .shape import broadcast_to, concat, getitem, permute, reshape, stack, swapaxes
+from .softmax import cross_entropy, linear_cross_entropy, log_softmax, softmax
