@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +24,19 @@ KERNELS: dict[str, Kernel] = {}
 # What the fast bodies compute in. 16-bit storage travels as bits: uint16 is always bfloat16,
 # int16 is always float16; nothing else in the engine has these two types.
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+_reference_only: contextvars.ContextVar[bool] = contextvars.ContextVar("reference", default=False)
+
+
+@contextlib.contextmanager
+def reference_bodies() -> Iterator[None]:
+    """Within this block every kernel runs its reference body, for comparison."""
+    token = _reference_only.set(True)
+    try:
+        yield
+    finally:
+        _reference_only.reset(token)
 
 
 def is_array(x: Any) -> bool:
@@ -73,7 +88,7 @@ class Kernel:
                     "move both to one device"
                 )
         body = self.fast.get(module)
-        if body is None or (module is np and not launch.JIT):
+        if body is None or _reference_only.get() or (module is np and not launch.JIT):
             return self.reference(*args)
         return body(*(self._layout(n, a) for n, a in enumerate(args)))
 

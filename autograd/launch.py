@@ -34,7 +34,6 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 from numba.np.numpy_support import from_dtype
@@ -97,7 +96,9 @@ class Body:
             address = result.library.get_pointer_to_function(result.fndesc.llvm_func_name)
             letters = "".join(_letters(k) for k in key)
             entry = _entry(self.takes_thread, letters)
-            layout = struct.Struct("=q" + "".join({"q": "q", "d": "d", "f": "f4x"}[c] for c in letters))
+            layout = struct.Struct(
+                "=q" + "".join({"q": "q", "d": "d", "f": "f4x"}[c] for c in letters)
+            )
             self.compiled[key] = entry, address, layout
             return self.compiled[key]
 
@@ -127,7 +128,9 @@ def _kind(a: Any) -> Any:
 
 def _numba_type(kind: Any) -> Any:
     if isinstance(kind, tuple):
-        return types.Array(from_dtype(np.dtype(kind[0])), kind[1], kind[2] if len(kind) > 2 else "C")
+        return types.Array(
+            from_dtype(np.dtype(kind[0])), kind[1], kind[2] if len(kind) > 2 else "C"
+        )
     return {np.float32: types.float32, np.float64: types.float64, float: types.float64}.get(
         kind, types.int64
     )
@@ -165,7 +168,9 @@ def _entry(takes_thread: bool, letters: str) -> int:
     i64, ptr, i32 = ir.IntType(64), ir.IntType(8).as_pointer(), ir.IntType(32)
     kinds = {"q": i64, "d": ir.DoubleType(), "f": ir.FloatType()}
     module = ir.Module("entry")
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [i64.as_pointer(), i64, i64]), "entry")
+    function = ir.Function(
+        module, ir.FunctionType(ir.VoidType(), [i64.as_pointer(), i64, i64]), "entry"
+    )
     b = ir.IRBuilder(function.append_basic_block())
     words, index, thread = function.args
 
@@ -193,7 +198,7 @@ _engines: list[Any] = []
 
 
 @intrinsic
-def _call(typingctx: Any, entry: Any, words: Any, i: Any, thread: Any) -> Any:  # noqa: ARG001
+def _call(typingctx: Any, entry: Any, words: Any, i: Any, thread: Any) -> Any:
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         entry, words, i, thread = args
         data = make_array(sig.args[1])(context, b, words).data
@@ -205,7 +210,7 @@ def _call(typingctx: Any, entry: Any, words: Any, i: Any, thread: Any) -> Any:  
 
 
 @intrinsic
-def _take_next(typingctx: Any, counter: Any) -> Any:  # noqa: ARG001
+def _take_next(typingctx: Any, counter: Any) -> Any:
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         data = make_array(sig.args[0])(context, b, args[0]).data
         return b.atomic_rmw("add", data, context.get_constant(types.int64, 1), "monotonic")
@@ -262,7 +267,16 @@ def _cache_folder() -> str | None:
 
 _ONLY_PRANGE = {
     k: k == "prange"
-    for k in ("prange", "comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion")
+    for k in (
+        "prange",
+        "comprehension",
+        "reduction",
+        "inplace_binop",
+        "setitem",
+        "numpy",
+        "stencil",
+        "fusion",
+    )
 }
 if JIT:
     _run = _cached_njit(_run_parallel, parallel=_ONLY_PRANGE)

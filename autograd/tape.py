@@ -42,7 +42,17 @@ class Node:
     `order` counts creations: every user of a node is younger than the node itself.
     """
 
-    __slots__ = ("__weakref__", "dtype", "leaf", "name", "order", "parents", "saved", "shape", "vjp")
+    __slots__ = (
+        "__weakref__",
+        "dtype",
+        "leaf",
+        "name",
+        "order",
+        "parents",
+        "saved",
+        "shape",
+        "vjp",
+    )
 
     def __init__(self, name: str, out: Any, parents: tuple[Node | None, ...] = (), vjp: Vjp = None):
         self.name, self.shape, self.dtype = name, out.shape, out.dtype
@@ -104,7 +114,9 @@ def op(fn: Callable | None = None, *, needs: bool = False, register: bool = True
 
     @functools.wraps(fn)
     def apply(*inputs: Any, **options: Any) -> Tensor:
-        for name, default in positional[len(inputs) :]:  # `bias=b` is an input too, and so is no bias
+        for name, default in positional[
+            len(inputs) :
+        ]:  # `bias=b` is an input too, and so is no bias
             if default is inspect.Parameter.empty and name not in options:
                 raise TypeError(f"{fn.__name__}: {name} is missing")
             inputs += (options.pop(name, default),)
@@ -147,7 +159,9 @@ def backward(root: Tensor, grad: Any = None) -> None:
     else:
         grad = grad.data if isinstance(grad, Tensor) else xp.asarray(grad, dtype=root.data.dtype)
         if grad.shape != root.shape:
-            raise ValueError(f"backward: the gradient has shape {grad.shape}, the tensor {root.shape}")
+            raise ValueError(
+                f"backward: the gradient has shape {grad.shape}, the tensor {root.shape}"
+            )
 
     table = _Gradients()
     table.add(root.node, grad, owned=False)
