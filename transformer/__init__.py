@@ -1,0 +1,6 @@
+"""Transformer blocks and whole models, their files, and generation."""
+
+from .config import TransformerConfig
+from .init import lock_init_seed
+from .llama import Transformer
+from .module import Module

@@ -1,0 +1,40 @@
+"""Initial weights, each a function of (seed, the parameter's full name) and of nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+
+from ..autograd.random import make_key, normal
+from .module import Module
+
+DEFAULT_SEED = 42
+_seed: contextvars.ContextVar[int] = contextvars.ContextVar("init_seed", default=DEFAULT_SEED)
+
+
+@contextlib.contextmanager
+def lock_init_seed(seed: int) -> Iterator[None]:
+    """Models made within this block without a seed of their own start from `seed`.
+
+    The seed holds for this thread (or task) alone: threads that make models at the same time with
+    different seeds do not see each other's.
+
+    >>> with lock_init_seed(7):
+    ...     model = Transformer(TransformerConfig.tiny())  # doctest: +SKIP
+    """
+    if not isinstance(seed, int):
+        raise TypeError(f"lock_init_seed: an integer is needed, given {seed!r}")
+    token = _seed.set(seed)
+    try:
+        yield
+    finally:
+        _seed.reset(token)
+
+
+def init_weights(model: Module, seed: int | None, std: Callable[[str], float]) -> None:
+    """Draw every matrix from N(0, std(name)); norms and biases keep their ones and zeros."""
+    seed = _seed.get() if seed is None else seed
+    for name, p in model.named_parameters():
+        if p.ndim >= 2:
+            p.data[...] = normal(make_key("init", seed, name), p.shape, std(name))

@@ -1,0 +1,165 @@
+"""`Module`: a tree of named parameters, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..autograd import Tensor
+
+
+class Module:
+    """A part of a model. Its attributes say what it has, in the order of their definition.
+
+    A Tensor is a parameter, a Module is a child, and a list holds several of either; anything
+    else is no part of the tree. Parameters and modules are named by their paths, such as
+    `model.layers.0.self_attn.q_proj.weight`. A subclass defines `__call__`.
+    """
+
+    training = True
+
+    # --- the tree ---
+
+    def _items(self) -> Iterator[tuple[str, Any]]:
+        for name, value in vars(self).items():
+            if isinstance(value, (Tensor, Module)):
+                yield name, value
+            elif isinstance(value, list):
+                yield from ((f"{name}.{i}", v) for i, v in enumerate(value))
+
+    def _walk(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter below, by its path; shared ones as often as they are reached."""
+        for name, value in self._items():
+            if isinstance(value, Tensor):
+                yield name, value
+            elif isinstance(value, Module):
+                yield from ((f"{name}.{below}", p) for below, p in value._walk())
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(path, parameter), in a fixed order, frozen ones too; a shared one once."""
+        seen = set()
+        for name, parameter in self._walk():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order of `named_parameters`."""
+        return [p for _, p in self.named_parameters()]
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of values in all parameters; shared ones count once."""
+        return sum(p.size for p in self.parameters())
+
+    def named_modules(self) -> Iterator[tuple[str, Module]]:
+        """(path, module) of this module, whose path is "", and of all below it."""
+        yield "", self
+        for name, value in self._items():
+            if isinstance(value, Module):
+                yield from (
+                    (f"{name}.{below}" if below else name, m) for below, m in value.named_modules()
+                )
+
+    def get_module(self, path: str) -> Module:
+        """The module at `path`; KeyError names a path that leads nowhere."""
+        found: Any = self
+        for step in path.split(".") if path else ():
+            if isinstance(found, list):
+                found = found[int(step)] if step.isdigit() and int(step) < len(found) else None
+            else:
+                found = vars(found).get(step) if isinstance(found, Module) else None
+        if not isinstance(found, Module):
+            raise KeyError(f"{type(self).__name__} has no module {path!r}")
+        return found
+
+    def set_module(self, path: str, module: Module) -> None:
+        """Put `module` in the place of the one at `path`, which must exist."""
+        self.get_module(path)
+        above, _, name = path.rpartition(".")
+        if not name.isdigit():
+            setattr(self.get_module(above), name, module)
+            return
+        above, _, field = above.rpartition(".")
+        vars(self.get_module(above))[field][int(name)] = module
+
+    # --- training or not ---
+
+    def train(self, mode: bool = True) -> Module:
+        """Set `training`, here and below, for layers that differ while training (dropout)."""
+        for _, module in self.named_modules():
+            module.training = mode
+        return self
+
+    def eval(self) -> Module:
+        """`train(False)`."""
+        return self.train(False)
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The array of each parameter by its path (not copies)."""
+        return {name: p.data for name, p in self.named_parameters()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy arrays into the parameters of the same paths.
+
+        Raises ValueError, before anything is changed, if names are missing or unexpected, or if a
+        shape differs; it names them. The alias of a shared parameter may be in `state` if it holds
+        the same values.
+        """
+        own = dict(self.named_parameters())
+        first = {id(p): name for name, p in own.items()}
+        aliases = {name: first[id(p)] for name, p in self._walk() if name not in own}
+        state = dict(state)
+        for alias, name in aliases.items():
+            if alias in state:
+                value = state.pop(alias)
+                if not np.array_equal(value, state.setdefault(name, value)):
+                    raise ValueError(
+                        f"load_state_dict: {alias} and {name} are one parameter of this model, "
+                        "but the given arrays differ"
+                    )
+        check_names("load_state_dict", own, state)
+        check_shapes("load_state_dict", {k: p.shape for k, p in own.items()}, state)
+        for name, p in own.items():
+            p.data = _as_array(state[name], p)
+
+
+def _as_array(value: Any, parameter: Tensor) -> Any:
+    if isinstance(parameter.data, np.ndarray):
+        return np.array(value, dtype=parameter.data.dtype, order="C")
+    out = parameter.data.copy()  # on the GPU
+    out.set(np.ascontiguousarray(value, dtype=out.dtype))
+    return out
+
+
+def check_names(what: str, wanted: Any, given: Any) -> None:
+    """Raise ValueError that lists the names that are missing from `given`, and the unexpected."""
+    missing = [name for name in wanted if name not in given]
+    unexpected = [name for name in given if name not in wanted]
+    if missing or unexpected:
+        parts = [
+            f"{kind} {_some(names)}"
+            for kind, names in (("missing", missing), ("unexpected", unexpected))
+            if names
+        ]
+        raise ValueError(f"{what}: the tensors do not match the model: {', '.join(parts)}")
+
+
+def check_shapes(what: str, wanted: dict[str, tuple[int, ...]], given: dict[str, Any]) -> None:
+    """Raise ValueError that names the tensors whose shapes are not the wanted ones."""
+    wrong = [
+        f"{name} is {tuple(given[name].shape)}, the model needs {shape}"
+        for name, shape in wanted.items()
+        if tuple(given[name].shape) != shape
+    ]
+    if wrong:
+        raise ValueError(f"{what}: shapes do not match: {_some(wrong, '; ')}")
+
+
+def _some(names: list[str], separator: str = ", ") -> str:
+    more = f"{separator}and {len(names) - 8} more" if len(names) > 8 else ""
+    return separator.join(names[:8]) + more
