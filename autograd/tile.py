@@ -1,0 +1,134 @@
+"""Register tiles: the inner loops of matrix products, spelled as vector instructions.
+
+A tile is a small block of the result that stays in registers while k runs. LLVM does not find
+this by itself from loops over arrays, so the instructions are emitted here, for any vector width.
+Every element of the result is one chain of fused multiply-adds over ascending k: tile shapes and
+vector width decide which elements share an instruction, never what is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
+
+from .launch import VECTOR_WIDTH
+
+# A tile of 12 x 2 vectors needs 24 + 2 + 1 of the 32 registers of AVX-512; 6 x 2 needs 15 of the
+# 16 that narrower machines have.
+ROWS, VECTORS = (12, 2) if VECTOR_WIDTH == 16 else (6, 2)
+
+# How a tile begins and ends.
+FRESH = 0  # chains start at +0, the result is stored
+CONTINUED = 1  # chains start at what c holds
+ADDED = 2  # chains start at +0, their ends are added to what c holds
+
+_i32, _i64 = ir.IntType(32), ir.IntType(64)
+
+
+def lanes(itemsize: int) -> int:
+    """How many elements of this size a vector holds: VECTOR_WIDTH of float32."""
+    return VECTOR_WIDTH * 4 // itemsize
+
+
+@functools.cache
+def tile(rows: int, vectors: int) -> Any:
+    """A function for bodies that computes one tile of `rows` x `vectors * lanes` of c = a b.
+
+        tile(a, ao, a_row, a_k,  b, bo, b_k,  c, co, c_row,  K, mode)
+
+    for i < rows, j < vectors * lanes:
+        c[co + i c_row + j]  =  sum over k < K of  a[ao + i a_row + k a_k] * b[bo + k b_k + j]
+
+    a, b, c are flat arrays of one type, float32 or float64; ao, bo, co offsets into them and the
+    other numbers strides, all in elements; `mode` is FRESH, CONTINUED or ADDED.
+    """
+
+    @intrinsic
+    def compute(typingctx, a, ao, a_row, a_k, b, bo, b_k, c, co, c_row, K, mode):
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            _emit_tile(context, builder, sig.args, args, rows, vectors)
+            return context.get_dummy_value()
+
+        ints = types.int64
+        return types.void(a, ints, ints, ints, b, ints, ints, c, ints, ints, ints, ints), codegen
+
+    return compute
+
+
+def _emit_tile(context: Any, b: Any, kinds: Any, args: Any, rows: int, vectors: int) -> None:
+    _, ao, a_row, a_k, _, bo, b_k, _, co, c_row, K, mode = args
+    element = context.get_data_type(kinds[0].dtype)
+    width = lanes(kinds[0].dtype.bitwidth // 8)
+    vector = ir.VectorType(element, width)
+    fma = multiply_add(b, vector)
+
+    def start(n: int, offset: Any) -> Any:
+        return b.gep(make_array(kinds[n])(context, b, args[n]).data, [offset])
+
+    a, bb, c = start(0, ao), start(4, bo), start(7, co)
+    places = [
+        [b.gep(c, [b.add(b.mul(c_row, _i64(i)), _i64(j * width))]) for j in range(vectors)]
+        for i in range(rows)
+    ]
+    sums = [[cgutils.alloca_once(b, vector) for _ in range(vectors)] for _ in range(rows)]
+    each = [(i, j) for i in range(rows) for j in range(vectors)]
+
+    with b.if_else(b.icmp_signed("==", mode, _i64(CONTINUED))) as (continued, fresh):
+        with continued:
+            for i, j in each:
+                b.store(load(b, places[i][j], vector), sums[i][j])
+        with fresh:
+            for i, j in each:
+                b.store(ir.Constant(vector, [0.0] * width), sums[i][j])
+    with cgutils.for_range(b, K) as loop:
+        row = b.gep(bb, [b.mul(loop.index, b_k)])
+        right = [load(b, b.gep(row, [_i64(j * width)]), vector) for j in range(vectors)]
+        column = b.gep(a, [b.mul(loop.index, a_k)])
+        for i in range(rows):
+            left = splat(b, b.load(b.gep(column, [b.mul(a_row, _i64(i))])), vector)
+            for j in range(vectors):
+                b.store(b.call(fma, [left, right[j], b.load(sums[i][j])]), sums[i][j])
+    with b.if_else(b.icmp_signed("==", mode, _i64(ADDED))) as (added, stored):
+        with added:
+            for i, j in each:
+                before = load(b, places[i][j], vector)
+                store(b, b.fadd(before, b.load(sums[i][j])), places[i][j])
+        with stored:
+            for i, j in each:
+                store(b, b.load(sums[i][j]), places[i][j])
+
+
+def multiply_add(b: Any, vector: Any) -> Any:
+    """LLVM's fused multiply-add on vectors."""
+    letter = "f32" if isinstance(vector.element, ir.FloatType) else "f64"
+    kind = ir.FunctionType(vector, [vector] * 3)
+    return cgutils.get_or_insert_function(b.module, kind, f"llvm.fma.v{vector.count}{letter}")
+
+
+def splat(b: Any, scalar: Any, vector: Any) -> Any:
+    """A vector that holds `scalar` in every lane."""
+    blank = ir.Constant(vector, ir.Undefined)
+    lanes_of_it = ir.Constant(ir.VectorType(_i32, vector.count), [0] * vector.count)
+    return b.shuffle_vector(b.insert_element(blank, scalar, _i32(0)), blank, lanes_of_it)
+
+
+def load(b: Any, pointer: Any, vector: Any) -> Any:
+    """The vector at `pointer`, which need only be aligned as its elements are."""
+    value = b.load(b.bitcast(pointer, vector.as_pointer()))
+    value.align = _align(vector)
+    return value
+
+
+def store(b: Any, value: Any, pointer: Any) -> None:
+    """Write the vector to `pointer`."""
+    b.store(value, b.bitcast(pointer, value.type.as_pointer())).align = _align(value.type)
+
+
+def _align(vector: Any) -> int:
+    return 8 if isinstance(vector.element, ir.DoubleType) else 4
