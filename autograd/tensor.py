@@ -242,7 +242,7 @@ class Tensor:
         return OPS["permute"](self, axes=axes)
 
     @property
-    def T(self) -> Tensor:
+    def T(self) -> Tensor:  # noqa: N802 - NumPy's name
         """The last two axes exchanged."""
         return OPS["swapaxes"](self, axis1=-1, axis2=-2)
 

@@ -321,6 +321,11 @@ def test_concurrent_launches_from_python_threads(layer):
 def test_an_unwritable_cache_means_uncached_not_an_error(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    code = "import numpy as np; from afinar.autograd import Tensor; x = Tensor(np.ones((3, 3))); print((x @ x).sum().item())"
+    code = """
+import numpy as np
+from afinar.autograd import Tensor
+x = Tensor(np.ones((3, 3)))
+print((x @ x).sum().item())
+"""
     done = _python(code, NUMBA_CACHE_DIR=str(blocked))
     assert done.stdout.strip() == "27.0", done.stderr

@@ -1,0 +1,83 @@
+"""One digest: over threads, vector widths, code targets, checkpointing and repetition.
+
+Each cell of the matrix is a process of its own; one axis varies at a time. Cells of another code
+target have another cache folder (Numba's index holds the target's name and features).
+"""
+
+import functools
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from afinar.autograd import launch
+
+if not launch.JIT:
+    pytest.skip("bits are promised for the compiled bodies", allow_module_level=True)
+
+PROGRAMS = Path(__file__).parent / "bits"
+X86 = platform.machine() == "x86_64"
+AVX2 = {
+    "NUMBA_CPU_NAME": "haswell",
+    "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+bmi,+bmi2,+f16c",
+}
+CELLS = {
+    "one thread": {"NUMBA_NUM_THREADS": "1"},
+    "two threads": {"NUMBA_NUM_THREADS": "2"},
+    "four threads on fewer cores": {"NUMBA_NUM_THREADS": "4"},
+    "vectors of 4": {"AFINAR_VECTOR_WIDTH": "4"},
+    "vectors of 8": {"AFINAR_VECTOR_WIDTH": "8"},
+    "vectors of 16": {"AFINAR_VECTOR_WIDTH": "16"},
+    "workqueue": {"NUMBA_THREADING_LAYER": "workqueue"},
+    "run twice": {},
+    **({"code for AVX2": AVX2} if X86 else {}),
+}
+
+
+@functools.cache
+def output(program: str, *args: str, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / f"{program}.py", *args],
+        capture_output=True,
+        text=True,
+        env=os.environ | env,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_op_has_the_same_bits(cell):
+    """Forward and all gradients of every op in the registry, on fixed samples."""
+    expected, got = output("ops"), output("ops", **CELLS[cell], AFINAR_CELL=cell)
+    different = [a for a, b in zip(expected.splitlines(), got.splitlines(), strict=True) if a != b]
+    assert not different, f"{cell}: other bits in {[line.split()[0] for line in different]}"
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_twenty_steps_have_one_digest(cell):
+    assert output("training", **CELLS[cell], AFINAR_CELL=cell) == output("training")
+
+
+@pytest.mark.parametrize("mode", ["checkpointed"])
+def test_the_way_of_computing_changes_no_digest(mode):
+    assert output("training", mode) == output("training")
+
+
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch():
+    assert output("batch") == "equal\n"
+
+
+def test_a_width_dependent_kernel_is_caught():
+    """The matrix can fail: a sum over the vector's lanes is told apart."""
+    widths = {output("wrong", AFINAR_VECTOR_WIDTH=w) for w in ("4", "8", "16")}
+    assert len(widths) > 1
+
+
+def test_a_racy_kernel_is_caught():
+    threads = {output("wrong", NUMBA_NUM_THREADS=n) for n in ("1", "2")}
+    assert len(threads) > 1
