@@ -22,6 +22,7 @@ from ..autograd import (
     swiglu,
 )
 from .config import TransformerConfig
+from .dropout import call_scope
 from .init import init_weights
 from .inputs import check_ids, check_positions
 from .layers import Embedding, Linear, RMSNorm
@@ -165,9 +166,10 @@ class Transformer(Module):
         )
         turn = self._rope.at(positions) if self.config.rope_theta else None
         x = self.model.embed_tokens(ids)
-        for blocks in self._stretches():
-            run = _stretch(blocks, turn, segments, cache)
-            x = run(x) if self.checkpointing is None else checkpoint(run, x)
+        with call_scope():
+            for blocks in self._stretches():
+                run = _stretch(blocks, turn, segments, cache)
+                x = run(x) if self.checkpointing is None else checkpoint(run, x)
         if cache is not None:
             cache.length += ids.shape[1]
         return self.model.norm(x)

@@ -1,0 +1,342 @@
+"""A GPT decoder with one fused matrix for queries, keys and values, the whole model on one page.
+
+LayerNorm before each part (Radford et al. 2019), biases everywhere, GELU, learned or rotary
+positions, the output head tied to the token table. GPT-2 checkpoints map onto it name by name.
+"""
+
+# B sequences, T tokens each, H heads of D channels, C = H D channels, F hidden ones, V ids.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ..autograd import (
+    Tensor,
+    attention,
+    checkpoint,
+    cross_entropy,
+    gelu,
+    linear_cross_entropy,
+    rope,
+)
+from .dropout import call_scope, dropped, site_key
+from .init import init_weights
+from .inputs import check_ids, check_positions
+from .layers import Embedding, LayerNorm, Linear
+from .module import Module
+from .rope import rope_table
+
+PAD = 0  # the target that is never counted
+ROPE_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a `Decoder`.
+
+    `d_ff` defaults to 4 * d_model. `pos` is "learned" (a table of `block` positions) or "rope".
+    `activation` is "gelu" (exact) or "gelu_tanh" (GPT-2's approximation). Wrong values raise a
+    ValueError.
+    """
+
+    vocab: int = 2030
+    n_layer: int = 12
+    n_head: int = 8
+    d_model: int = 512
+    d_ff: int | None = None
+    block: int = 200
+    dropout: float = 0.0
+    pos: str = "learned"
+    tie: bool = True
+    activation: str = "gelu"
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "n_layer", "n_head", "d_model", "block"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"DecoderConfig: {name} must be positive, not {getattr(self, name)}"
+                )
+        if self.d_ff is not None and self.d_ff < 1:
+            raise ValueError(f"DecoderConfig: d_ff must be positive, not {self.d_ff}")
+        if self.d_model % self.n_head:
+            raise ValueError(
+                f"DecoderConfig: d_model={self.d_model} is not divisible by n_head={self.n_head}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"DecoderConfig: dropout must be in [0, 1), not {self.dropout}")
+        if self.pos not in ("learned", "rope"):
+            raise ValueError(f'DecoderConfig: pos is "learned" or "rope", not {self.pos!r}')
+        if self.pos == "rope" and self.head_dim % 2:
+            raise ValueError(
+                f"DecoderConfig: rope needs an even head dimension, not {self.head_dim}"
+            )
+        if self.activation not in ("gelu", "gelu_tanh"):
+            raise ValueError(
+                f'DecoderConfig: activation is "gelu" or "gelu_tanh", not {self.activation!r}'
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head."""
+        return self.d_model // self.n_head
+
+    @property
+    def ff(self) -> int:
+        """Hidden channels of the MLP."""
+        return 4 * self.d_model if self.d_ff is None else self.d_ff
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are, under the name that all models share."""
+        return self.vocab
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The longest sequence, under the name that all models share."""
+        return self.block
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """How many blocks there are, under the name that all models share."""
+        return self.n_layer
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field names and values, ready for JSON."""
+        return asdict(self)
+
+
+_PRESETS = {
+    "tiny": DecoderConfig(n_layer=6, n_head=4, d_model=256),
+    "small": DecoderConfig(),
+    "medium": DecoderConfig(n_layer=16, n_head=12, d_model=768),
+}
+
+
+def preset(name: str) -> DecoderConfig:
+    """The shape called "tiny" (5.3 M parameters), "small" (39 M) or "medium" (115 M)."""
+    if name not in _PRESETS:
+        raise ValueError(f"preset: unknown name {name!r}; known: {', '.join(_PRESETS)}")
+    return _PRESETS[name]
+
+
+class Decoder(Module):
+    """Token ids in, logits of the next token out.
+
+    Weights start from N(0, 0.02), those that lead back into the residual stream from
+    N(0, 0.02 / sqrt(2 L)), each a function of `seed` and its own name. `checkpointing` is as in
+    `Transformer`.
+
+    >>> model = Decoder(DecoderConfig(n_layer=2, n_head=2, d_model=16, block=8), seed=0)
+    >>> model.num_parameters
+    39200
+    >>> model([1, 2, 3]).shape
+    (3, 2030)
+    """
+
+    def __init__(self, config: DecoderConfig, seed: int | None = None):
+        self._build(config)
+        small = 0.02 / math.sqrt(2 * config.n_layer)
+        init_weights(self, seed, lambda name: small if name.endswith("proj.weight") else 0.02)
+
+    @classmethod
+    def empty(cls, config: DecoderConfig) -> Decoder:
+        """A model whose matrices hold no values yet, for a loader to fill."""
+        model = cls.__new__(cls)
+        model._build(config)
+        return model
+
+    def _build(self, config: DecoderConfig) -> None:
+        self.config = config
+        self.checkpointing: Callable[[int], bool] | None = None
+        self.tokens = Embedding(config.vocab, config.d_model)
+        learned = config.pos == "learned"
+        self.positions = Embedding(config.block, config.d_model) if learned else None
+        self.blocks = [Block(config, n) for n in range(config.n_layer)]
+        self.ln_f = LayerNorm(config.d_model, config.eps)
+        self.lm_head = Linear(config.d_model, config.vocab, bias=False)
+        if config.tie:
+            self.lm_head.weight = self.tokens.weight
+        self._turn = None if learned else rope_table(config.block, config.head_dim, ROPE_THETA)
+
+    def named_parameters(self, hf: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(path, parameter) in definition order; with `hf` under GPT-2's names."""
+        own = super().named_parameters()
+        return ((self.hf_name(name), p) for name, p in own) if hf else own
+
+    @staticmethod
+    def hf_name(path: str) -> str:
+        """What GPT-2 calls the module or parameter at `path`.
+
+        >>> Decoder.hf_name("blocks.0.attn.qkv.weight")
+        'transformer.h.0.attn.c_attn.weight'
+        """
+        names = [_GPT2.get(step, step) for step in path.split(".")]
+        if names[0] in ("wte", "wpe", "h", "ln_f"):
+            names.insert(0, "transformer")
+        return ".".join(names)
+
+    def num_params(self, non_embedding: bool = True) -> int:
+        """The number of values; by nanoGPT's rule `non_embedding` leaves the position table out."""
+        if non_embedding and self.positions is not None:
+            return self.num_parameters - self.positions.weight.size
+        return self.num_parameters
+
+    def hidden(
+        self, ids: Any, positions: Any = None, segments: Any = None, cache: Any = None
+    ) -> Tensor:
+        """What the head reads, after the last norm.   ids (B, T) -> (B, T, C)
+
+        Arguments and errors as in `__call__`. With a `cache` the ids continue what is in it, and
+        `segments` covers the cached positions too.
+        """
+        ids = check_ids(ids, self.config.vocab)
+        start = 0 if cache is None else cache.length
+        if start + ids.shape[1] > self.config.block and positions is None:
+            raise ValueError(
+                f"Decoder: a sequence of {start + ids.shape[1]} tokens is longer than block "
+                f"{self.config.block}"
+            )
+        at, segments = check_positions(ids.shape, positions, segments, start, self.config.block)
+        p = self.config.dropout if self.training else 0.0
+        x = self.tokens(ids)
+        if self.positions is not None:
+            x = x + self.positions(at)
+        turn = None if self._turn is None else tuple(table[at] for table in self._turn)
+        with call_scope():
+            x = dropped(x, p, "embedding")
+            for blocks in self._stretches():
+                run = _stretch(blocks, turn, segments, cache, p)
+                x = run(x) if self.checkpointing is None else checkpoint(run, x)
+        if cache is not None:
+            cache.length += ids.shape[1]
+        return self.ln_f(x)
+
+    def _stretches(self) -> list[list[Block]]:
+        if self.checkpointing is None:
+            return [self.blocks]
+        starts = [n for n in range(len(self.blocks)) if n == 0 or self.checkpointing(n)]
+        ends = [*starts[1:], len(self.blocks)]
+        return [self.blocks[a:b] for a, b in zip(starts, ends, strict=True)]
+
+    def __call__(
+        self, ids: Any, positions: Any = None, segments: Any = None, cache: Any = None
+    ) -> Tensor:
+        """Logits of the token after each position.   ids (B, T) or (T,) -> (B, T, V) or (T, V)
+
+        `segments` (B, T) separates texts that share a row, as in `Transformer`. Raises ValueError
+        for an empty row, an id outside the vocabulary, or more than `block` tokens.
+        """
+        ids = np.asarray(ids)
+        if ids.ndim == 1:
+            segments = None if segments is None else np.asarray(segments)[None]
+            logits = self.lm_head(self.hidden(ids[None], positions, segments, cache))
+            return logits.reshape(logits.shape[1:])
+        return self.lm_head(self.hidden(ids, positions, segments, cache))
+
+    def loss(
+        self,
+        ids: Any,
+        targets: Any,
+        positions: Any = None,
+        segments: Any = None,
+        *,
+        ignore_index: int = PAD,
+        reduction: str = "mean",
+    ) -> Tensor:
+        """Cross-entropy of `targets`, already shifted, over those that are not padding (0).
+
+        ids (B, T), targets (B, T) -> ()      0 if all are padding
+        """
+        x = self.hidden(ids, positions, segments)
+        targets = np.asarray(targets)
+        if targets.shape != x.shape[:2]:
+            raise ValueError(
+                f"loss: ids {x.shape[:2]} need targets of that shape, given {targets.shape}"
+            )
+        options = {"ignore_index": ignore_index, "reduction": reduction}
+        if type(self.lm_head) is Linear:
+            return linear_cross_entropy(x, self.lm_head.weight, targets, **options)
+        return cross_entropy(self.lm_head(x), targets, **options)
+
+    def next_logits(self, ids: Any) -> Tensor:
+        """Logits after the last token, the last `block` tokens read.   ids (B, T) -> (B, V)"""
+        return self.lm_head(self.hidden(np.asarray(ids)[:, -self.config.block :])[:, -1])
+
+
+def _stretch(
+    blocks: list[Block], turn: Any, segments: Any, cache: Any, p: float
+) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x, turn, segments, cache, p)
+        return x
+
+    return run
+
+
+_GPT2 = {
+    "tokens": "wte",
+    "positions": "wpe",
+    "blocks": "h",
+    "ln1": "ln_1",
+    "ln2": "ln_2",
+    "qkv": "c_attn",
+    "proj": "c_proj",
+    "fc": "c_fc",
+}
+
+
+class Block(Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).   x (B, T, C) -> (B, T, C)"""
+
+    def __init__(self, config: DecoderConfig, layer: int):
+        self.ln1 = LayerNorm(config.d_model, config.eps)
+        self.attn = Attention(config, layer)
+        self.ln2 = LayerNorm(config.d_model, config.eps)
+        self.mlp = MLP(config, layer)
+
+    def __call__(self, x: Tensor, turn: Any, segments: Any, cache: Any, p: float) -> Tensor:
+        x = x + self.attn(self.ln1(x), turn, segments, cache, p)
+        return x + self.mlp(self.ln2(x), p)
+
+
+class Attention(Module):
+    """Causal self-attention; rows [0, C) of `qkv` make queries, then keys, then values."""
+
+    def __init__(self, config: DecoderConfig, layer: int):
+        self.heads, self.layer = config.n_head, layer
+        self.qkv = Linear(config.d_model, 3 * config.d_model)
+        self.proj = Linear(config.d_model, config.d_model)
+
+    def __call__(self, x: Tensor, turn: Any, segments: Any, cache: Any, p: float) -> Tensor:
+        B, T, C = x.shape
+        qkv = self.qkv(x).reshape(B, T, 3, self.heads, C // self.heads)
+        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]  # (B, T, H, D) each
+        if turn is not None:
+            q, k = rope(q, *turn), rope(k, *turn)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        site = f"blocks.{self.layer}.attn"
+        key = site_key(f"{site}.probabilities") if p else None
+        y = attention(q, k, v, segments=segments, dropout=p, key=key)
+        return dropped(self.proj(y.reshape(B, T, C)), p, f"{site}.proj")
+
+
+class MLP(Module):
+    """proj(gelu(fc(x))).   x (B, T, C) -> (B, T, C)"""
+
+    def __init__(self, config: DecoderConfig, layer: int):
+        self.approximate = "none" if config.activation == "gelu" else "tanh"
+        self.layer = layer
+        self.fc = Linear(config.d_model, config.ff)
+        self.proj = Linear(config.ff, config.d_model)
+
+    def __call__(self, x: Tensor, p: float) -> Tensor:
+        y = self.proj(gelu(self.fc(x), approximate=self.approximate))
+        return dropped(y, p, f"blocks.{self.layer}.mlp.proj")
