@@ -49,6 +49,11 @@ class Module:
         """The parameters, in the order of `named_parameters`."""
         return [p for _, p in self.named_parameters()]
 
+    def zero_grad(self) -> None:
+        """Forget the gradients of all parameters."""
+        for p in self.parameters():
+            p.zero_grad()
+
     @property
     def num_parameters(self) -> int:
         """The number of values in all parameters; shared ones count once."""
