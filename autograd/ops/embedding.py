@@ -1,23 +1,51 @@
 """Looking rows of a table up."""
 
+# N looked-up rows, a table of V rows of C channels.
+
 from __future__ import annotations
 
 import numpy as np
 
-from ..backend import array_module, kernel
+from ..backend import array_module, is_array, kernel
+from ..buffers import empty
+from ..launch import body
 from ..tape import op
 
 
 @op
 def embedding(weight, ids):
-    """weight[ids].   weight (V, C), ids (...) -> (..., C)"""
-    if ids.dtype.kind not in "iu":
-        raise TypeError(f"embedding: ids are integers, given {ids.dtype}")
-    V = weight.shape[0]
+    """weight[ids]; a table of bfloat16 bits is read as float32.
+
+    weight (V, C), ids (...) -> (..., C)
+    """
+    if weight.ndim != 2:
+        raise ValueError(f"embedding: a weight (V, C) needed, given shape {weight.shape}")
+    V, C = weight.shape
+    ids = as_ids("embedding", "id", ids, V)
+    rows = embedding_rows(weight, ids.reshape(-1))  # (N, C)
+    return rows.reshape(*ids.shape, C), (
+        lambda g: embedding_backward(g.reshape(-1, C), ids.reshape(-1), V),
+        None,
+    )
+
+
+def as_ids(op_name, noun, ids, V, ignored=None):
+    """The ids as int64, if each is in 0 .. V - 1 or is `ignored`."""
+    if not is_array(ids) or ids.dtype.kind not in "iu":
+        kind = ids.dtype if is_array(ids) else type(ids).__name__
+        raise TypeError(f"{op_name}: {noun}s are integers in an array, given {kind}")
     if ids.size and (ids.min() < 0 or ids.max() >= V):
-        where = tuple(int(n[0]) for n in ((ids < 0) | (ids >= V)).nonzero())
-        raise ValueError(f"embedding: id {int(ids[where])} at {where} is not in 0 .. {V - 1}")
-    return embedding_rows(weight, ids), (lambda g: embedding_backward(g, ids, V), None)
+        wrong = (ids < 0) | (ids >= V)
+        if ignored is not None:
+            wrong &= ids != ignored
+        if wrong.any():
+            where = tuple(int(n[0]) for n in wrong.nonzero())
+            aside = "" if ignored is None else f" and is not ignore_index, {ignored}"
+            raise ValueError(
+                f"{op_name}: {noun} {int(ids[where])} at index {where} is not in 0 .. {V - 1}{aside}"
+            )
+    xp = array_module(ids)
+    return xp.ascontiguousarray(ids.astype(np.int64, copy=False))
 
 
 @kernel
@@ -28,12 +56,88 @@ def embedding_rows(weight, ids):
 
 @kernel
 def embedding_backward(g, ids, V):
-    """The rows of g added up per id, positions ascending."""
+    """The rows of g added up per id: from 0, positions ascending."""
     out = array_module(g).zeros((V, g.shape[-1]), g.dtype)
-    array_module(g).add.at(out, ids.reshape(-1), g.reshape(-1, g.shape[-1]))
+    array_module(g).add.at(out, ids, g)
     return out
 
 
 def widen(bits):
     """bfloat16 bits as float32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+# --- CPU -----------------------------------------------------------------------------------
+
+ROWS = 64  # rows per index of a body: as many as keep two threads evenly busy
+COLUMNS = 256  # of the backward's: an id that all positions share is still spread over threads
+
+
+@body
+def gather_cpu(i, weight, ids, out):  # owns ROWS rows of out
+    for n in range(ROWS * i, min(ROWS * (i + 1), ids.size)):
+        row, to = weight[ids[n]], out[n]
+        for c in range(out.shape[1]):
+            to[c] = row[c]
+
+
+@body
+def gather_widened_cpu(i, bits, ids, out):  # bfloat16 is the upper half of a float32
+    for n in range(ROWS * i, min(ROWS * (i + 1), ids.size)):
+        row, to = bits[ids[n]], out[n]
+        for c in range(out.shape[1]):
+            to[c] = np.uint32(row[c]) << np.uint32(16)
+
+
+@embedding_rows.cpu
+def embedding_rows_cpu(weight, ids):
+    n, shape = -(-ids.size // ROWS), (ids.size, weight.shape[1])
+    if weight.dtype == np.uint16:
+        out = empty(shape, np.float32)
+        gather_widened_cpu(n, weight, ids, out.view(np.uint32))
+    else:
+        out = empty(shape, weight.dtype)
+        gather_cpu(n, weight, ids, out)
+    return out
+
+
+@body
+def order_by_id_cpu(i, ids, start, order):
+    """A counting sort: the positions of id v, ascending, become order[start[v] : start[v + 1]]."""
+    V = start.size - 2
+    for v in range(V + 2):
+        start[v] = 0
+    for n in range(ids.size):
+        start[ids[n] + 2] += 1
+    for v in range(V):
+        start[v + 2] += start[v + 1]
+    # start[v + 1] is where the next position of v goes; at the end, where those of v + 1 begin
+    for n in range(ids.size):
+        order[start[ids[n] + 1]] = n
+        start[ids[n] + 1] += 1
+
+
+@body
+def scatter_cpu(i, g, start, order, out):  # owns ROWS rows by COLUMNS columns of out
+    V, C = out.shape
+    stripes = (C + COLUMNS - 1) // COLUMNS
+    low = i % stripes * COLUMNS
+    high = min(low + COLUMNS, C)
+    for v in range(i // stripes * ROWS, min((i // stripes + 1) * ROWS, V)):
+        to = out[v, low:high]
+        for c in range(high - low):
+            to[c] = 0
+        for n in range(start[v], start[v + 1]):
+            row = g[order[n], low:high]
+            for c in range(high - low):
+                to[c] += row[c]
+
+
+@embedding_backward.cpu
+def embedding_backward_cpu(g, ids, V):
+    start, order = empty(V + 2, np.int64), empty(ids.size, np.int64)
+    order_by_id_cpu(1, ids, start, order)
+    C = g.shape[1]
+    out = empty((V, C), g.dtype)
+    scatter_cpu(-(-V // ROWS) * -(-C // COLUMNS), g, start, order, out)
+    return out
