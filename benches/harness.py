@@ -39,7 +39,8 @@ class Row:
         met = ""
         if self.target is not None and self.ratio is not None:
             met = f"(target {self.target:g}{'' if self.ratio >= self.target else ', MISSED'})"
-        return f"{self.group:10} {self.name:44} {self.threads}t {time_of(self.ours)} {ratio:24} {met} {self.note}"
+        head = f"{self.group:10} {self.name:44} {self.threads}t {time_of(self.ours)}"
+        return f"{head} {ratio:24} {met} {self.note}"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ratio": self.ratio}
@@ -54,7 +55,7 @@ def time_of(seconds: float) -> str:
 
 
 def in_turns(*runs: Callable[[], Any], seconds: float = 1.0, most: int = 200) -> list[float]:
-    """The median time of each of `runs`, called in turns for about `seconds` each, after one warm-up."""
+    """The median time of each of `runs`, called in turns for about `seconds` each, once warm."""
     for run in runs:
         run()
     times: list[list[float]] = [[] for _ in runs]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from afinar.autograd import Tensor, no_grad
-from afinar.autograd.precision import precision
+from afinar.autograd.precision import compute_in
 from afinar.optim import AdamW, clip_grad_norm
 from afinar.transformer import Transformer, TransformerConfig
 
@@ -56,7 +56,7 @@ def our_step(model: Transformer, ids: Any, targets: Any, mode: str = "fp32") -> 
 
     def step() -> float:
         optimizer.zero_grad()
-        with precision(mode):
+        with compute_in(mode):
             loss = model.loss(ids, targets)
             loss.backward()
         clip_grad_norm(parameters, 1.0)
