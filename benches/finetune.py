@@ -172,7 +172,8 @@ def rows(threads: int) -> Iterator[Row]:
             continue
         if abs(median("ours", name, "loss") - median("peft", against, "loss")) > 2e-2:
             raise AssertionError(f"{name}: the peer computes another loss")
-        share = median("ours", name, "peak") / median("peft", "float32", "peak")
+        peak = median("ours", name, "peak")
+        share = peak / median("peft", "float32", "peak")
         limit = 0.5 if name == "float32" else 0.4
         yield Row(
             "finetune",
@@ -182,7 +183,7 @@ def rows(threads: int) -> Iterator[Row]:
             median("peft", against, "seconds"),
             f"PEFT {against}",
             1.3 if name.startswith("bfloat16") else 1.5,
-            f"peak {median('ours', name, 'peak') / 1e6:.0f} MB, {share:.2f} of theirs (target {limit})",
+            f"peak {peak / 1e6:.0f} MB, {share:.2f} of theirs (target {limit})",
         )
 
 
