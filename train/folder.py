@@ -1,0 +1,156 @@
+"""A run's folder: who may write it, and the files in it.
+
+run.toml        the settings, complete; `--config` reads it
+metrics.jsonl   one line per step; metrics.csv is the same as a table
+digests.json    seed, data hash and digests: what the run must give anywhere
+environment.json  versions, CPU, threads, times: what may differ
+snapshots/      saved states, from which the run continues
+loss.svg, sample.txt, and the model as Hugging Face files
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # not on Windows; a second writer is then not noticed
+    fcntl = None
+
+
+class RunFolder:
+    """The files of a run."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """A run that exists; ValueError if `path` holds none."""
+        folder = cls(path)
+        if not (folder / "run.toml").is_file():
+            raise ValueError(f"{path} is not a run: it has no run.toml")
+        return folder
+
+    @classmethod
+    def create(cls, path: str | Path | None) -> RunFolder:
+        """A new run; without a path, the first free `runs/NNN`.
+
+        ValueError if it exists already or cannot be written.
+        """
+        if path is None:
+            taken = [int(p.name) for p in Path("runs").glob("*") if p.name.isdigit()]
+            path = Path("runs") / f"{max(taken, default=0) + 1:03}"
+        folder = cls(path)
+        if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
+            raise ValueError(
+                f"{path} exists already; give another --out, or continue it with --resume {path}"
+            )
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            (folder / ".probe").touch()
+            (folder / ".probe").unlink()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written ({error.strerror})") from None
+        return folder
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Refuse a second writer; the system lets go of the lock when its process ends."""
+        try:
+            file = (self / ".lock").open("w")
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be written ({error.strerror})") from None
+        with file:
+            try:
+                if fcntl is not None:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ValueError(
+                    f"{self.path} is being written by another process; wait for it or stop it"
+                ) from None
+            yield
+            (self / ".lock").unlink(missing_ok=True)
+
+    # --- what is written ---
+
+    def write(self, name: str, text: str) -> None:
+        """Write a text file so that it is there whole or not at all."""
+        write_atomic(self / name, text)
+
+    def write_json(self, name: str, value: Any) -> None:
+        self.write(name, json.dumps(value, indent=1) + "\n")
+
+    def write_metrics(self, rows: list[dict]) -> None:
+        """All rows anew, as JSON lines and as a table."""
+        self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        self.write_table(rows)
+
+    def write_table(self, rows: list[dict]) -> None:
+        """`metrics.csv` of the rows; a figure that a step does not have is an empty cell."""
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        text = io.StringIO()
+        table = csv.DictWriter(text, names, restval="", lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+        self.write("metrics.csv", text.getvalue())
+
+    # --- what is read ---
+
+    def settings(self) -> dict[str, Any]:
+        return tomllib.loads((self / "run.toml").read_text(encoding="utf-8"))
+
+    def metrics(self) -> list[dict]:
+        """The rows of `metrics.jsonl`; a last line that was cut off by a kill is left out."""
+        path = self / "metrics.jsonl"
+        if not path.is_file():
+            return []
+        lines = path.read_text(encoding="utf-8").split("\n")
+        try:
+            return [json.loads(line) for line in lines[:-1]]
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+
+    def digests(self) -> dict[str, Any]:
+        return self._read_json("digests.json", {"steps": []})
+
+    def environment(self) -> dict[str, Any]:
+        return self._read_json("environment.json", {})
+
+    def samples(self) -> list[str]:
+        path = self / "sample.txt"
+        return [path.read_text(encoding="utf-8")] if path.is_file() else []
+
+    def _read_json(self, name: str, default: Any) -> Any:
+        path = self / name
+        if not path.is_file():
+            return default
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write beside the file, sync, rename: a kill leaves the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RuntimeError(f"{path} cannot be written ({error.strerror})") from error
