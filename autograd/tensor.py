@@ -40,7 +40,11 @@ class Tensor:
     def __init__(self, data: Any, requires_grad: bool = False):
         if isinstance(data, Tensor):
             raise TypeError("Tensor: given a Tensor; use .detach() for a new leaf on the same data")
-        data = data if is_array(data) else np.asarray(data)
+        if not is_array(data):
+            plain = not isinstance(data, np.generic)
+            data = np.asarray(data)
+            if plain and data.dtype == np.float64:
+                data = data.astype(np.float32)
         if data.dtype not in FLOATS and data.dtype != np.uint16:
             if data.dtype.kind not in "fiub":
                 raise TypeError(f"Tensor: numbers needed, given an array of {data.dtype}")
