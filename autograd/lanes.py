@@ -233,6 +233,18 @@ def load(typingctx: Any, x: Any, i: Any) -> Any:
 
 
 @intrinsic
+def store(typingctx: Any, value: Any, x: Any, i: Any) -> Any:
+    """Write the lanes to elements i .. i + 15 of the memory of the contiguous array x."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        place = b.store(args[0], _address(context, b, sig.args[1], *args[1:]))
+        place.align = x.dtype.bitwidth // 8
+        return context.get_dummy_value()
+
+    return types.void(value, x, types.int64), codegen
+
+
+@intrinsic
 def load_first(typingctx: Any, x: Any, i: Any, n: Any, other: Any) -> Any:
     """Elements i .. i + n - 1 of x in the first n lanes, `other` (lanes) in the rest."""
 

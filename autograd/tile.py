@@ -37,7 +37,7 @@ def lanes(itemsize: int) -> int:
 
 
 @functools.cache
-def tile(rows: int, vectors: int) -> Any:
+def tile(rows: int, vectors: int, skips: bool = False) -> Any:
     """A function for bodies that computes one tile of `rows` x `vectors * lanes` of c = a b.
 
         tile(a, ao, a_row, a_k,  b, bo, b_k,  c, co, c_row,  K, mode)
@@ -46,13 +46,14 @@ def tile(rows: int, vectors: int) -> Any:
         c[co + i c_row + j]  =  sum over k < K of  a[ao + i a_row + k a_k] * b[bo + k b_k + j]
 
     a, b, c are flat arrays of one type, float32 or float64; ao, bo, co offsets into them and the
-    other numbers strides, all in elements; `mode` is FRESH, CONTINUED or ADDED.
+    other numbers strides, all in elements; `mode` is FRESH, CONTINUED or ADDED. With `skips` an
+    element of a whose bits are all ones leaves the sum untouched, whatever b holds.
     """
 
     @intrinsic
     def compute(typingctx, a, ao, a_row, a_k, b, bo, b_k, c, co, c_row, K, mode):
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            _emit_tile(context, builder, sig.args, args, rows, vectors)
+            _emit_tile(context, builder, sig.args, args, rows, vectors, skips)
             return context.get_dummy_value()
 
         ints = types.int64
@@ -61,7 +62,9 @@ def tile(rows: int, vectors: int) -> Any:
     return compute
 
 
-def _emit_tile(context: Any, b: Any, kinds: Any, args: Any, rows: int, vectors: int) -> None:
+def _emit_tile(
+    context: Any, b: Any, kinds: Any, args: Any, rows: int, vectors: int, skips: bool
+) -> None:
     _, ao, a_row, a_k, _, bo, b_k, _, co, c_row, K, mode = args
     element = context.get_data_type(kinds[0].dtype)
     width = lanes(kinds[0].dtype.bitwidth // 8)
@@ -92,8 +95,13 @@ def _emit_tile(context: Any, b: Any, kinds: Any, args: Any, rows: int, vectors: 
         column = b.gep(a, [b.mul(loop.index, a_k)])
         for i in range(rows):
             left = splat(b, b.load(b.gep(column, [b.mul(a_row, _i64(i))])), vector)
+            if skips:
+                bits = b.bitcast(left, ir.VectorType(ir.IntType(8 * _align(vector)), width))
+                taken = b.icmp_signed("!=", bits, ir.Constant(bits.type, [-1] * width))
             for j in range(vectors):
-                b.store(b.call(fma, [left, right[j], b.load(sums[i][j])]), sums[i][j])
+                before = b.load(sums[i][j])
+                after = b.call(fma, [left, right[j], before])
+                b.store(b.select(taken, after, before) if skips else after, sums[i][j])
     with b.if_else(b.icmp_signed("==", mode, _i64(ADDED))) as (added, stored):
         with added:
             for i, j in each:
@@ -132,3 +140,44 @@ def store(b: Any, value: Any, pointer: Any) -> None:
 
 def _align(vector: Any) -> int:
     return 8 if isinstance(vector.element, ir.DoubleType) else 4
+
+
+@intrinsic
+def transpose(typingctx, x, xo, x_row, out, o, o_row):
+    """out[o + j o_row + i] = x[xo + i x_row + j] for i, j < lanes, in registers."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        _, xo, x_row, _, o, o_row = args
+        width = lanes(sig.args[0].dtype.bitwidth // 8)
+        vector = ir.VectorType(context.get_data_type(sig.args[0].dtype), width)
+        x, out = (make_array(sig.args[n])(context, b, args[n]).data for n in (0, 3))
+        rows = [load(b, b.gep(x, [b.add(xo, b.mul(x_row, _i64(i)))]), vector) for i in range(width)]
+        size = 1
+        while size < width:  # exchange the off-diagonal blocks of this size
+            low = [n if not n & size else width + n - size for n in range(width)]
+            high = [n + size if not n & size else width + n for n in range(width)]
+            for i in range(width):
+                if not i & size:
+                    pair = rows[i], rows[i + size]
+                    rows[i], rows[i + size] = _shuffle(b, *pair, low), _shuffle(b, *pair, high)
+            size *= 2
+        for j, row in enumerate(rows):
+            store(b, row, b.gep(out, [b.add(o, b.mul(o_row, _i64(j)))]))
+        return context.get_dummy_value()
+
+    ints = types.int64
+    return types.void(x, ints, ints, out, ints, ints), codegen
+
+
+def _shuffle(b: Any, x: Any, y: Any, places: list[int]) -> Any:
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_i32, len(places)), places))
+
+
+@intrinsic
+def pointer(typingctx, address):
+    """An address as a pointer, for numba.carray."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.inttoptr(args[0], context.get_value_type(sig.return_type))
+
+    return types.voidptr(types.int64), codegen
