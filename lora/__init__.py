@@ -1,0 +1,16 @@
+"""Low-rank adapters: onto a model, into files, into its weights and out again."""
+
+from .apply import (
+    adapter_params,
+    apply_lora,
+    lora_config,
+    lora_modules,
+    lora_param_groups,
+    merge_lora,
+    merged_state_dict,
+    saved_modules,
+    unmerge_lora,
+)
+from .config import LoRAConfig
+from .linear import LoRALinear
+from .targets import resolve_targets

@@ -1,0 +1,195 @@
+"""Adapters go onto a model, into its weights, and out of them again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..autograd import Tensor
+from ..autograd.backend import FLOATS
+from ..transformer.module import Module
+from .config import LoRAConfig
+from .linear import LoRALinear, adapt, widened
+from .targets import resolve_saved, resolve_targets
+
+
+@dataclass
+class _Applied:
+    """What a model remembers about its adapters."""
+
+    config: LoRAConfig
+    trainable: list[Tensor]  # what was trainable before
+    saved: list[str]  # modules trained whole
+    merged: dict[str, LoRALinear] = field(default_factory=dict)  # kept aside while merged
+    model_config: Any = None  # before merging untied the head
+
+
+def apply_lora(model: Module, config: LoRAConfig, seed: int | None = None) -> int:
+    """Freeze the model and put trainable adapters on it; returns how many values are trained.
+
+    `seed` (0 if not given) and a module's path fix its A. Wrong targets, and a model that has
+    adapters, raise before anything is changed.
+    """
+    if (applied := getattr(model, "_lora", None)) is not None:
+        have = "merged adapters, kept aside" if applied.merged else "adapters"
+        raise ValueError(f"apply_lora: this model has {have}; merge them with keep=False first")
+    targets = resolve_targets(model, config)
+    saved = resolve_saved(model, config)
+    _check_saved(model, saved)
+    model._lora = _Applied(config, [p for p in model.parameters() if p.requires_grad], saved)
+    for p in model.parameters():
+        p.requires_grad = False
+    for name, slices in targets.items():
+        adapter = adapt(model.get_module(name), slices, config, seed or 0, name)
+        adapter.training = model.training
+        model.set_module(name, adapter)
+    _thaw(model)
+    return sum(p.size for p in adapter_params(model))
+
+
+def _check_saved(model: Module, saved: list[str]) -> None:
+    owners: dict[int, list[str]] = {}
+    for name, p in model._walk():
+        owners.setdefault(id(p), []).append(name)
+    for name in saved:
+        for p in model.get_module(name).parameters():
+            if len(owners[id(p)]) > 1:
+                raise ValueError(
+                    f"LoRA: modules_to_save names {name}, but {' and '.join(owners[id(p)])} are "
+                    "one tensor; an adapter cannot train one of them alone"
+                )
+
+
+def _thaw(model: Module) -> None:
+    for p in adapter_params(model):
+        if p.dtype not in FLOATS:
+            p.data = widened(p.data)  # what is trained is float32, whatever it was stored in
+        p.requires_grad = True
+
+
+def lora_config(model: Module) -> LoRAConfig:
+    """The config that was applied to the model; ValueError if none was."""
+    if getattr(model, "_lora", None) is None:
+        raise ValueError("model has no LoRA adapters")
+    return model._lora.config
+
+
+def lora_modules(model: Module) -> list[tuple[str, LoRALinear]]:
+    """(path in the base model, adapted layer), in the model's order."""
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, LoRALinear)]
+
+
+def saved_modules(model: Module) -> list[tuple[str, Module]]:
+    """(path, module) of those that are trained whole and saved with the adapter."""
+    applied = getattr(model, "_lora", None)
+    return [] if applied is None else [(name, model.get_module(name)) for name in applied.saved]
+
+
+def adapter_params(model: Module) -> list[Tensor]:
+    """Every trained tensor, in the model's order: factors, magnitudes, modules_to_save."""
+    modules = lora_modules(model)
+    if not modules:
+        return []
+    trained = {id(p) for _, m in modules for p in m.factors}
+    trained |= {id(p) for _, m in saved_modules(model) for p in m.parameters()}
+    return [p for p in model.parameters() if id(p) in trained]
+
+
+def lora_param_groups(
+    model: Module, lr: float, weight_decay: float = 0.0, lora_plus_ratio: float = 1.0
+) -> list[dict[str, Any]]:
+    """Optimizer groups of the trained tensors; the B's learn `lora_plus_ratio` times faster.
+
+    LoRA+ (Hayou et al. 2024, arXiv:2402.12354). Matrices decay, vectors do not. Each run of equal
+    settings is a group, so that the groups, one after the other, keep the model's order.
+    """
+    if not lora_plus_ratio > 0:
+        raise ValueError(f"lora_param_groups: the ratio must be positive, not {lora_plus_ratio}")
+    faster = {id(b) for _, m in lora_modules(model) for b in m.b}
+    groups: list[dict[str, Any]] = []
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        options = {
+            "lr": lr * lora_plus_ratio if id(p) in faster else lr,
+            "weight_decay": weight_decay if p.ndim >= 2 else 0.0,
+        }
+        if not groups or any(groups[-1][k] != v for k, v in options.items()):
+            groups.append({"params": [], "names": [], **options})
+        groups[-1]["params"].append(p)
+        groups[-1]["names"].append(name)
+    return groups
+
+
+# --- merging -------------------------------------------------------------------------------
+
+
+def merge_lora(model: Module, keep: bool = True) -> int:
+    """Fold the adapters into plain layers; returns how many modules were merged.
+
+    Sums are taken in float32 whatever the base is stored in. A merged head that was tied gets a
+    matrix of its own. What was trainable before `apply_lora` is trainable again. With `keep` the
+    adapted layers, whose weights are untouched, wait for `unmerge_lora`.
+    """
+    modules = lora_modules(model)
+    if not modules:
+        raise ValueError("merge_lora: model has no LoRA adapters")
+    applied: _Applied = model._lora
+    for p in model.parameters():
+        p.requires_grad = False
+    for p in applied.trainable:
+        p.requires_grad = True
+    applied.model_config = model.config
+    for name, adapter in modules:
+        plain = adapter.merged()
+        plain.training = model.training
+        for p in plain.parameters():
+            p.requires_grad = True
+        model.set_module(name, plain)
+        if name == "lm_head":
+            _untie_config(model)
+    if keep:
+        applied.merged = dict(modules)
+    else:
+        model._lora = None
+    return len(modules)
+
+
+def unmerge_lora(model: Module) -> int:
+    """Put back the adapted layers that `merge_lora` kept, bit for bit; returns how many.
+
+    The adapters are trainable, and the base is frozen.
+    """
+    applied: _Applied | None = getattr(model, "_lora", None)
+    if applied is None or not applied.merged:
+        raise ValueError("unmerge_lora: no merged adapters are kept")
+    for name, adapter in applied.merged.items():
+        adapter.train(model.training)
+        model.set_module(name, adapter)
+    for p in model.parameters():
+        p.requires_grad = False
+    model.config = applied.model_config
+    applied.merged = {}
+    _thaw(model)
+    return len(lora_modules(model))
+
+
+def _untie_config(model: Module) -> None:
+    flag = "tie" if hasattr(model.config, "tie") else "tie_word_embeddings"
+    if getattr(model.config, flag):
+        model.config = replace(model.config, **{flag: False})
+
+
+def merged_state_dict(model: Module) -> dict[str, Any]:
+    """The state dict that the merged model would have; the model itself stays as it is."""
+    merged = {name: adapter.merged() for name, adapter in lora_modules(model)}
+    if not merged:
+        raise ValueError("merged_state_dict: model has no LoRA adapters")
+    state: dict[str, Any] = {}
+    for path, p in model.named_parameters():
+        owner = next((name for name in merged if path.startswith(f"{name}.")), None)
+        if owner is None:
+            state[path] = p.data
+        else:
+            state.update((f"{owner}.{n}", q.data) for n, q in merged[owner].named_parameters())
+    return state

@@ -1,0 +1,89 @@
+"""What to adapt and how: LoRA (Hu et al. 2021, arXiv:2106.09685) and its variants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """How a model is adapted; a wrong value raises a ValueError.
+
+    Each adapted matrix W (out, in) gets A (r, in) and B (out, r) and acts as W + scale B A, with
+    scale = alpha / r, or alpha / sqrt(r) with `use_rslora` (Kalajdzievski 2023, arXiv:2312.03732).
+
+    `targets` is a list or a string:
+
+    - seed names (q, k, v, attn_out, mlp_in, mlp_out) and projections (q_proj, k_proj, v_proj,
+      o_proj, gate_proj, up_proj, down_proj): a pair for each, on a fused matrix one per slice;
+    - shorthands (all_linear, attention, qv, mlp), alone or among others;
+    - module names as in PEFT, whole or from a dot on (`attn.qkv`, `c_attn`): one pair over the
+      whole matrix;
+    - the string "all-linear": as in PEFT, every linear layer but the head;
+    - any other string: a regular expression that must match the whole module name.
+
+    `layers` restricts to these block numbers. The keys of `rank_pattern` and `alpha_pattern` are
+    regular expressions that match a module's name from a dot on; the first that matches gives
+    its value. `modules_to_save` names modules that are trained whole and saved with the adapter
+    ("norms": every norm). `use_dora` adds a trained magnitude per row (Liu et al. 2024,
+    arXiv:2402.09353). `init` is "default" (A uniform in +-1 / sqrt(in), B zero) or "pissa"
+    (the largest r singular triples of W move into the factors; Meng et al. 2024, arXiv:2404.02948).
+    `quantize` holds the base in 4 bits: "int4", "int4-double" or "nf4" (Dettmers et al. 2023,
+    arXiv:2305.14314).
+    """
+
+    r: int = 8
+    alpha: float = 16
+    dropout: float = 0.0
+    targets: Sequence[str] | str = ("q_proj", "v_proj")
+    use_rslora: bool = field(default=False, kw_only=True)
+    use_dora: bool = field(default=False, kw_only=True)
+    rank_pattern: Mapping[str, int] | None = field(default=None, kw_only=True)
+    alpha_pattern: Mapping[str, float] | None = field(default=None, kw_only=True)
+    layers: Sequence[int] | None = field(default=None, kw_only=True)
+    modules_to_save: Sequence[str] | None = field(default=None, kw_only=True)
+    init: str = field(default="default", kw_only=True)
+    quantize: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("targets", "layers", "modules_to_save"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))
+        for name in ("rank_pattern", "alpha_pattern"):
+            object.__setattr__(self, name, dict(getattr(self, name) or {}))
+        for name, r in {"r": self.r, **self.rank_pattern}.items():
+            if isinstance(r, bool) or not isinstance(r, int) or r < 1:
+                raise ValueError(
+                    f"LoRAConfig: the rank {name} must be a whole number > 0, not {r!r}"
+                )
+        for name, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
+            if not (math.isfinite(alpha) and alpha > 0):
+                raise ValueError(f"LoRAConfig: {name} must be a finite number > 0, not {alpha!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"LoRAConfig: dropout must be in [0, 1), not {self.dropout}")
+        if self.init not in ("default", "pissa"):
+            raise ValueError(f'LoRAConfig: init is "default" or "pissa", not {self.init!r}')
+        if self.quantize not in (None, "int4", "int4-double", "nf4"):
+            raise ValueError(
+                'LoRAConfig: quantize is None, "int4", "int4-double" or "nf4", '
+                f"not {self.quantize!r}"
+            )
+
+    def scale(self, r: int, alpha: float) -> float:
+        """What B A is multiplied by.
+
+        >>> LoRAConfig(r=4, alpha=8).scale(4, 8)
+        2.0
+        """
+        return float(alpha / math.sqrt(r) if self.use_rslora else alpha / r)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, ready for JSON."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in vars(self).items()
+        }

@@ -1,0 +1,217 @@
+"""A frozen linear layer with a trained low-rank update."""
+
+# I inputs, O outputs of the layer, N of them in a slice, R the rank.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..autograd import Tensor, linear, no_grad
+from ..autograd.random import make_key, uniform
+from ..autograd.tape import op
+from ..transformer.dropout import dropped
+from ..transformer.layers import Linear
+from ..transformer.module import Module
+from .config import LoRAConfig
+from .targets import Slice
+
+
+class LoRALinear(Module):
+    """y = W x + b, and in rows [start, stop) of each slice also scale B A drop(x).
+
+    W (O, I) and b stay as they are. A (R, I) is uniform in +-1 / sqrt(I) and B (N, R) zero, so that
+    at first nothing changes. One dropout mask per call serves all slices, and W x never sees it.
+
+    With DoRA (Liu et al. 2024, arXiv:2402.09353) the rows of a slice are W' = m (W + scale B A) / n
+    where n are the norms of the rows of W + scale B A, taken as constants, and m (N), which starts
+    as the norms of W's rows, is trained.
+    """
+
+    def __init__(
+        self,
+        base: Module,
+        r: int | Sequence[int],
+        alpha: float | Sequence[float],
+        dropout: float = 0.0,
+        slices: Sequence[tuple[int, int]] | None = None,
+        *,
+        use_rslora: bool = False,
+        use_dora: bool = False,
+        seed: int = 0,
+        name: str = "",
+    ):
+        O, I = base_shape(base)  # noqa: E741
+        self.slices = tuple(slices) if slices is not None else ((0, O),)
+        if not self.slices:
+            raise ValueError("LoRALinear: at least one slice is needed")
+        end = 0
+        for start, stop in self.slices:
+            if not end <= start < stop <= O:
+                raise ValueError(
+                    f"LoRALinear: slices {self.slices} must ascend, apart, within 0 .. {O}"
+                )
+            end = stop
+        self.ranks = _per_slice(r, len(self.slices))
+        self.alphas = _per_slice(alpha, len(self.slices))
+        of = LoRAConfig(use_rslora=use_rslora).scale
+        self.scales = tuple(of(r, a) for r, a in zip(self.ranks, self.alphas, strict=True))
+        self.use_rslora, self.dropout, self.name = use_rslora, dropout, name
+        self.base = base
+        for p in base.parameters():
+            p.requires_grad = False
+        bound = 1 / math.sqrt(I)
+        dtype = self.dtype
+        self.a = [
+            _trained(uniform(make_key("lora", seed, name, n), (R, I), -bound, bound), dtype)
+            for n, R in enumerate(self.ranks)
+        ]
+        self.b = [
+            _trained(np.zeros((stop - start, R)), dtype)
+            for (start, stop), R in zip(self.slices, self.ranks, strict=True)
+        ]
+        self.m: list[Tensor] = []
+        if use_dora:
+            weight = base_weight(base)
+            self.m = [_trained(row_norms(weight[i:j]), dtype) for i, j in self.slices]
+
+    @property
+    def dtype(self) -> Any:
+        """What the factors are kept in: float32, whatever the base is stored in, or float64."""
+        weight = getattr(self.base, "weight", None)
+        return np.dtype(np.float64 if weight is not None and weight.dtype == np.float64 else "f4")
+
+    @property
+    def scale(self) -> float:
+        """alpha / r, or alpha / sqrt(r) if rank-stabilised, where all slices agree on it."""
+        if len(set(self.scales)) > 1:
+            raise ValueError(f"scale: the slices of {self.name} differ: {self.scales}")
+        return self.scales[0]
+
+    @property
+    def r(self) -> int:
+        """The rank, where all slices agree on it."""
+        if len(set(self.ranks)) > 1:
+            raise ValueError(f"r: the slices of {self.name} differ: {self.ranks}")
+        return self.ranks[0]
+
+    @property
+    def factors(self) -> list[Tensor]:
+        """Everything that is trained: the A's, the B's, the magnitudes."""
+        return [*self.a, *self.b, *self.m]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (..., I) -> (..., O)"""
+        y = self.base(x)
+        p = self.dropout if self.training else 0.0
+        d = dropped(x, p, self.name)
+        deltas = [linear(linear(d, a), b) for a, b in zip(self.a, self.b, strict=True)]
+        if not self.m:
+            return add_slices(y, *deltas, slices=self.slices, scales=self.scales)
+        base = self.base(d) if p else y
+        if (bias := getattr(self.base, "bias", None)) is not None:
+            base = base - bias
+        for n, (start, stop) in enumerate(self.slices):
+            # y + (m/n - 1) W d + (m/n) scale B A d
+            ratio = self.m[n] / Tensor(row_norms(self._updated(n)))
+            deltas[n] = (ratio - 1) * base[..., start:stop] + ratio * (deltas[n] * self.scales[n])
+        return add_slices(y, *deltas, slices=self.slices, scales=(1.0,) * len(deltas))
+
+    def _updated(self, n: int) -> Any:
+        """W + scale B A in the rows of slice n, as an array."""
+        start, stop = self.slices[n]
+        with no_grad():
+            update = self.b[n] @ self.a[n] * self.scales[n]
+        return base_weight(self.base)[start:stop] + update.data
+
+    def merged_weight(self) -> Any:
+        """The matrix (O, I) that gives what this layer gives: a float32 or float64 array."""
+        weight = base_weight(self.base).copy()
+        for n, (start, stop) in enumerate(self.slices):
+            rows = self._updated(n)
+            if self.m:
+                rows = rows * (self.m[n].data / row_norms(rows))[:, None]
+            weight[start:stop] = rows
+        return weight
+
+    def merged(self) -> Linear:
+        """A plain linear layer that gives what this layer gives without dropout."""
+        return plain_linear(self.merged_weight(), getattr(self.base, "bias", None))
+
+
+def adapt(base: Module, slices: Sequence[Slice], config: LoRAConfig, seed: int, name: str):
+    """The LoRALinear that `config` makes of a layer."""
+    return LoRALinear(
+        base,
+        [s.r for s in slices],
+        [s.alpha for s in slices],
+        config.dropout,
+        [(s.start, s.stop) for s in slices],
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        seed=seed,
+        name=name,
+    )
+
+
+@op(register=False)
+def add_slices(y, *deltas, slices, scales):
+    """y, plus scale delta in the channels [start, stop) of each slice.
+
+    y (..., O), *deltas (..., N) -> (..., O)
+    """
+    out = y.copy()
+    scales = [y.dtype.type(s) for s in scales]
+    for delta, (start, stop), s in zip(deltas, slices, scales, strict=True):
+        out[..., start:stop] += s * delta
+
+    def part(n):
+        return lambda g: g[..., slice(*slices[n])] * scales[n]
+
+    return out, (lambda g: g, *(part(n) for n in range(len(deltas))))
+
+
+def plain_linear(weight: Any, bias: Tensor | None) -> Linear:
+    """A Linear that owns `weight`, and shares the array of `bias`."""
+    layer = Linear.__new__(Linear)
+    layer.weight = Tensor(weight)
+    layer.bias = None if bias is None else Tensor(bias.data)
+    return layer
+
+
+def base_shape(base: Module) -> tuple[int, int]:
+    """(O, I) of a frozen layer."""
+    return base.weight.shape
+
+
+def base_weight(base: Module) -> Any:
+    """The matrix of a frozen layer in float32 or float64, whatever it is stored in."""
+    return widened(base.weight.data)
+
+
+def widened(array: Any) -> Any:
+    """bfloat16 bits as float32; floats as they are."""
+    if array.dtype != np.uint16:
+        return array
+    return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def row_norms(weight: Any) -> Any:
+    """The Euclidean norm of each row.   (N, I) -> (N)"""
+    with no_grad():
+        w = Tensor(weight)
+        return (w * w).sum(axis=1).sqrt().data
+
+
+def _trained(values: Any, dtype: Any) -> Tensor:
+    return Tensor(np.ascontiguousarray(values, dtype), requires_grad=True)
+
+
+def _per_slice(value: Any, n: int) -> tuple:
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * n
+    if len(values) != n:
+        raise ValueError(f"LoRALinear: {n} slices need {n} ranks and alphas, given {values}")
+    return values
