@@ -63,8 +63,7 @@ def picture(panels: list[Panel]) -> str:
     for panel in panels:
         out += _panel(panel, top, x_range)
         top += panel.height + 50
-    out.append(_text(WIDTH - RIGHT, top + 2, "steps", FAINT, "text-anchor='end'"))
-    size = f"viewBox='0 0 {WIDTH} {top + 14}' width='{WIDTH}' height='{top + 14}'"
+    size = f"viewBox='0 0 {WIDTH} {top}' width='{WIDTH}' height='{top}'"
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' {size} {FONT} font-size='12'>\n"
         "<rect width='100%' height='100%' rx='10' fill='#ffffff'/>\n"
@@ -74,8 +73,8 @@ def picture(panels: list[Panel]) -> str:
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """An exponential mean over about a thirtieth of the run, without a start-up bias."""
-    keep = 1 - 1 / max(1.0, len(points) / 30)
+    """An exponential mean over about a fiftieth of the run, without a start-up bias."""
+    keep = 1 - 1 / max(1.0, len(points) / 50)
     out, total, weight = [], 0.0, 0.0
     for x, y in points:
         if math.isfinite(y):
@@ -132,6 +131,7 @@ def _panel(panel: Panel, top: int, x_range: tuple[float, float]) -> list[str]:
             f"<line x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y}' y2='{y}' stroke='{GRID}'/>",
             _text(LEFT - 8, y + 4, f"{value:.4g}", FAINT, "text-anchor='end'"),
         ]
+    out.append(_text(LEFT - 8, axes.bottom + 16, "step", FAINT, "text-anchor='end'"))
     out += [
         _text(axes.x(value), axes.bottom + 16, f"{value:.6g}", FAINT, "text-anchor='middle'")
         for value in ticks(*x_range, 8)
