@@ -9,25 +9,18 @@ positions, the output head tied to the token table. GPT-2 checkpoints map onto i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from ..autograd import (
-    Tensor,
-    attention,
-    checkpoint,
-    cross_entropy,
-    gelu,
-    linear_cross_entropy,
-    rope,
-)
+from ..autograd import Tensor, attention, gelu, rope
 from .dropout import call_scope, dropped, site_key
 from .init import init_weights
 from .inputs import check_ids, check_positions
 from .layers import Embedding, LayerNorm, Linear
+from .model import LanguageModel
 from .module import Module
 from .rope import rope_table
 
@@ -125,12 +118,11 @@ def preset(name: str) -> DecoderConfig:
     return _PRESETS[name]
 
 
-class Decoder(Module):
+class Decoder(LanguageModel):
     """Token ids in, logits of the next token out.
 
     Weights start from N(0, 0.02), those that lead back into the residual stream from
-    N(0, 0.02 / sqrt(2 L)), each a function of `seed` and its own name. `checkpointing` is as in
-    `Transformer`.
+    N(0, 0.02 / sqrt(2 L)), each a function of `seed` and its own name.
 
     >>> model = Decoder(DecoderConfig(n_layer=2, n_head=2, d_model=16, block=8), seed=0)
     >>> model.num_parameters
@@ -144,16 +136,10 @@ class Decoder(Module):
         small = 0.02 / math.sqrt(2 * config.n_layer)
         init_weights(self, seed, lambda name: small if name.endswith("proj.weight") else 0.02)
 
-    @classmethod
-    def empty(cls, config: DecoderConfig) -> Decoder:
-        """A model whose matrices hold no values yet, for a loader to fill."""
-        model = cls.__new__(cls)
-        model._build(config)
-        return model
+    ignore_index = PAD
 
     def _build(self, config: DecoderConfig) -> None:
         self.config = config
-        self.checkpointing: Callable[[int], bool] | None = None
         self.tokens = Embedding(config.vocab, config.d_model)
         learned = config.pos == "learned"
         self.positions = Embedding(config.block, config.d_model) if learned else None
@@ -190,11 +176,6 @@ class Decoder(Module):
     def hidden(
         self, ids: Any, positions: Any = None, segments: Any = None, cache: Any = None
     ) -> Tensor:
-        """What the head reads, after the last norm.   ids (B, T) -> (B, T, C)
-
-        Arguments and errors as in `__call__`. With a `cache` the ids continue what is in it, and
-        `segments` covers the cached positions too.
-        """
         ids = check_ids(ids, self.config.vocab)
         start = 0 if cache is None else cache.length
         if start + ids.shape[1] > self.config.block and positions is None:
@@ -210,74 +191,14 @@ class Decoder(Module):
         turn = None if self._turn is None else tuple(table[at] for table in self._turn)
         with call_scope():
             x = dropped(x, p, "embedding")
-            for blocks in self._stretches():
-                run = _stretch(blocks, turn, segments, cache, p)
-                x = run(x) if self.checkpointing is None else checkpoint(run, x)
+            x = self._through(self.blocks, x, turn, segments, cache, p)
         if cache is not None:
             cache.length += ids.shape[1]
         return self.ln_f(x)
 
-    def _stretches(self) -> list[list[Block]]:
-        if self.checkpointing is None:
-            return [self.blocks]
-        starts = [n for n in range(len(self.blocks)) if n == 0 or self.checkpointing(n)]
-        ends = [*starts[1:], len(self.blocks)]
-        return [self.blocks[a:b] for a, b in zip(starts, ends, strict=True)]
-
-    def __call__(
-        self, ids: Any, positions: Any = None, segments: Any = None, cache: Any = None
-    ) -> Tensor:
-        """Logits of the token after each position.   ids (B, T) or (T,) -> (B, T, V) or (T, V)
-
-        `segments` (B, T) separates texts that share a row, as in `Transformer`. Raises ValueError
-        for an empty row, an id outside the vocabulary, or more than `block` tokens.
-        """
-        ids = np.asarray(ids)
-        if ids.ndim == 1:
-            segments = None if segments is None else np.asarray(segments)[None]
-            logits = self.lm_head(self.hidden(ids[None], positions, segments, cache))
-            return logits.reshape(logits.shape[1:])
-        return self.lm_head(self.hidden(ids, positions, segments, cache))
-
-    def loss(
-        self,
-        ids: Any,
-        targets: Any,
-        positions: Any = None,
-        segments: Any = None,
-        *,
-        ignore_index: int = PAD,
-        reduction: str = "mean",
-    ) -> Tensor:
-        """Cross-entropy of `targets`, already shifted, over those that are not padding (0).
-
-        ids (B, T), targets (B, T) -> ()      0 if all are padding
-        """
-        x = self.hidden(ids, positions, segments)
-        targets = np.asarray(targets)
-        if targets.shape != x.shape[:2]:
-            raise ValueError(
-                f"loss: ids {x.shape[:2]} need targets of that shape, given {targets.shape}"
-            )
-        options = {"ignore_index": ignore_index, "reduction": reduction}
-        if type(self.lm_head) is Linear:
-            return linear_cross_entropy(x, self.lm_head.weight, targets, **options)
-        return cross_entropy(self.lm_head(x), targets, **options)
-
     def next_logits(self, ids: Any) -> Tensor:
         """Logits after the last token, the last `block` tokens read.   ids (B, T) -> (B, V)"""
         return self.lm_head(self.hidden(np.asarray(ids)[:, -self.config.block :])[:, -1])
-
-
-def _stretch(
-    blocks: list[Block], turn: Any, segments: Any, cache: Any, p: float
-) -> Callable[[Tensor], Tensor]:
-    def run(x: Tensor) -> Tensor:
-        for block in blocks:
-            x = block(x, turn, segments, cache, p)
-        return x
-
-    return run
 
 
 _GPT2 = {

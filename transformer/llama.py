@@ -3,29 +3,20 @@
 Parameters carry Hugging Face's names, because modules and attributes do.
 """
 
-# B batch, T positions, H query heads, G key-value heads, D head size, C hidden size, V vocabulary.
+# B batch, T positions, H query heads, G key-value heads, D head size, C hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from ..autograd import (
-    Tensor,
-    attention,
-    checkpoint,
-    cross_entropy,
-    linear_cross_entropy,
-    rope,
-    swiglu,
-)
+from ..autograd import Tensor, attention, rope, swiglu
 from .config import TransformerConfig
 from .dropout import call_scope
 from .init import init_weights
 from .inputs import check_ids, check_positions
 from .layers import Embedding, Linear, RMSNorm
+from .model import LanguageModel
 from .module import Module
 from .rope import RopeTable
 
@@ -108,133 +99,38 @@ class Trunk(Module):
         self.layers = [Block(config, n) for n in range(config.num_hidden_layers)]
 
 
-class Transformer(Module):
+class Transformer(LanguageModel):
     """A decoder of the Llama family.
 
-    Weights start from N(0, 0.02), each a function of `seed` and its own name. `checkpointing`
-    may be set to a function of a layer's number: the activations from one layer where it is true
-    up to the next such layer are not kept but computed again in the backward pass.
+    Weights start from N(0, 0.02), each a function of `seed` and its own name.
     """
 
     def __init__(self, config: TransformerConfig, seed: int | None = None):
         self._build(config)
         init_weights(self, seed, lambda name: 0.02)
 
-    @classmethod
-    def empty(cls, config: TransformerConfig) -> Transformer:
-        """A model whose matrices hold no values yet, for a loader to fill."""
-        model = cls.__new__(cls)
-        model._build(config)
-        return model
-
     def _build(self, config: TransformerConfig) -> None:
         check_supported(config)
         self.config = config
-        self.checkpointing: Callable[[int], bool] | None = None
         self.model = Trunk(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self._rope = RopeTable(config)
-
-    def named_parameters(self, hf: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(path, parameter) in the order of the optimizer's state; `hf` changes nothing here."""
-        del hf
-        return super().named_parameters()
-
-    @property
-    def head_weight(self) -> Tensor:
-        """The matrix that turns hidden states into logits, (V, C)."""
-        if type(self.lm_head) is not Linear:
-            raise TypeError(
-                f"head_weight: the head is a {type(self.lm_head).__name__}; call lm_head"
-            )
-        return self.lm_head.weight
+        self._rope = RopeTable(config.head_size, config.rope_theta, config.rope_scaling)
 
     def hidden(
         self, ids: Any, positions: Any = None, segments: Any = None, cache: Any = None
     ) -> Tensor:
-        """What the head reads, after the last norm.   ids (B, T) -> (B, T, C)
-
-        ids, positions, segments and errors as in `__call__`. With a `cache` the ids continue what
-        is in it, and `segments` covers the cached positions too.
-        """
         ids = check_ids(ids, self.config.vocab_size)
         start = 0 if cache is None else cache.length
         positions, segments = check_positions(
             ids.shape, positions, segments, start, self.config.max_position_embeddings
         )
         turn = self._rope.at(positions) if self.config.rope_theta else None
-        x = self.model.embed_tokens(ids)
-        with call_scope():
-            for blocks in self._stretches():
-                run = _stretch(blocks, turn, segments, cache)
-                x = run(x) if self.checkpointing is None else checkpoint(run, x)
+        x = self._through(self.model.layers, self.model.embed_tokens(ids), turn, segments, cache)
         if cache is not None:
             cache.length += ids.shape[1]
         return self.model.norm(x)
-
-    def _stretches(self) -> list[list[Block]]:
-        layers = self.model.layers
-        if self.checkpointing is None:
-            return [layers]
-        starts = [n for n in range(len(layers)) if n == 0 or self.checkpointing(n)]
-        return [layers[a:b] for a, b in zip(starts, [*starts[1:], len(layers)], strict=True)]
-
-    def __call__(
-        self, ids: Any, positions: Any = None, segments: Any = None, cache: Any = None
-    ) -> Tensor:
-        """Logits of the token after each position.   ids (B, T) or (T,) -> (B, T, V) or (T, V)
-
-        `segments` (B, T) separates texts that share a row: a query sees its own segment only, and
-        a negative segment is padding. `positions` (T,) or (B, T) count from 0 in each segment if
-        not given. Raises ValueError for an empty row, an id outside the vocabulary, or a position
-        outside `max_position_embeddings`.
-        """
-        flat = np.ndim(ids) == 1
-        if flat:
-            ids, segments = (
-                np.asarray(ids)[None],
-                None if segments is None else np.asarray(segments)[None],
-            )
-        logits = self.lm_head(self.hidden(ids, positions, segments, cache))
-        return logits.reshape(logits.shape[1:]) if flat else logits
-
-    def loss(
-        self,
-        ids: Any,
-        targets: Any,
-        positions: Any = None,
-        segments: Any = None,
-        *,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-    ) -> Tensor:
-        """Cross-entropy of `targets`, already shifted, over those that count.
-
-        ids (B, T), targets (B, T) -> ()
-        """
-        x = self.hidden(ids, positions, segments)
-        targets = np.asarray(targets)
-        if targets.shape != x.shape[:2]:
-            raise ValueError(
-                f"loss: ids {x.shape[:2]} need targets of that shape, given {targets.shape}"
-            )
-        options = {"ignore_index": ignore_index, "reduction": reduction}
-        if type(self.lm_head) is Linear:
-            return linear_cross_entropy(x, self.lm_head.weight, targets, **options)
-        return cross_entropy(self.lm_head(x), targets, **options)
-
-
-def _stretch(
-    blocks: list[Block], turn: Any, segments: Any, cache: Any
-) -> Callable[[Tensor], Tensor]:
-    def run(x: Tensor) -> Tensor:
-        for block in blocks:
-            x = block(x, turn, segments, cache)
-        return x
-
-    return run
 
 
 def check_supported(config: TransformerConfig) -> None:

@@ -7,23 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from .config import TransformerConfig
-
 
 class RopeTable:
     """cos and sin of position * frequency, made on demand for as many positions as were met."""
 
-    def __init__(self, config: TransformerConfig):
-        self.args = config.head_size, config.rope_theta, config.rope_scaling
-        self.limit = config.max_position_embeddings
-        self.cos = self.sin = np.empty((0, config.head_size // 2), np.float32)
+    def __init__(self, D: int, theta: float, scaling: dict[str, Any] | None = None):
+        self.args = D, theta, scaling
+        self.cos = self.sin = np.empty((0, D // 2), np.float32)
 
     def at(self, positions: np.ndarray) -> tuple[Any, Any]:
         """(cos, sin) at `positions` (...): two float32 arrays (..., D / 2)."""
         need = int(positions.max()) + 1
         if need > len(self.cos):
-            length = min(max(need, 2 * len(self.cos), 256), max(self.limit, need))
-            self.cos, self.sin = rope_table(length, *self.args)
+            self.cos, self.sin = rope_table(max(need, 2 * len(self.cos), 256), *self.args)
         return self.cos[positions], self.sin[positions]
 
 
