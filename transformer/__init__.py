@@ -1,6 +1,8 @@
 """Transformer blocks and whole models, their files, and generation."""
 
 from .config import TransformerConfig
+from .decoder import Decoder, DecoderConfig, preset
+from .hf import load_pretrained, save_pretrained
 from .init import lock_init_seed
 from .llama import Transformer
 from .module import Module

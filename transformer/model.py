@@ -27,6 +27,7 @@ class LanguageModel(Module):
     lm_head: Module
     checkpointing: Callable[[int], bool] | None = None
     ignore_index = -100
+    source: dict[str, Any] | None = None  # the config.json that the model was loaded with
 
     def _build(self, config: Any) -> None:
         raise NotImplementedError

@@ -128,7 +128,8 @@ class Module:
                         "but the given arrays differ"
                     )
         check_names("load_state_dict", own, state)
-        check_shapes("load_state_dict", {k: p.shape for k, p in own.items()}, state)
+        given = {name: np.shape(a) for name, a in state.items()}
+        check_shapes("load_state_dict", {k: p.shape for k, p in own.items()}, given)
         for name, p in own.items():
             p.data = _as_array(state[name], p)
 
@@ -154,12 +155,12 @@ def check_names(what: str, wanted: Any, given: Any) -> None:
         raise ValueError(f"{what}: the tensors do not match the model: {', '.join(parts)}")
 
 
-def check_shapes(what: str, wanted: dict[str, tuple[int, ...]], given: dict[str, Any]) -> None:
+def check_shapes(what: str, wanted: dict[str, tuple], given: dict[str, tuple]) -> None:
     """Raise ValueError that names the tensors whose shapes are not the wanted ones."""
     wrong = [
-        f"{name} is {tuple(given[name].shape)}, the model needs {shape}"
+        f"{name} is {tuple(given[name])}, the model needs {shape}"
         for name, shape in wanted.items()
-        if tuple(given[name].shape) != shape
+        if tuple(given[name]) != shape
     ]
     if wrong:
         raise ValueError(f"{what}: shapes do not match: {_some(wrong, '; ')}")

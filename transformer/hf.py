@@ -1,0 +1,200 @@
+"""Checkpoint folders of Hugging Face: config.json and safetensors, in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .config import TransformerConfig
+from .decoder import Decoder
+from .hf_config import Config, config_from_hf, config_to_hf
+from .llama import Transformer
+from .module import check_names, check_shapes
+from .safetensors_io import (
+    TensorFolder,
+    atomic_file,
+    convert,
+    dtype_name,
+    refuse_lfs_pointer,
+    write_safetensors,
+)
+
+STORAGE = {"float32": "F32", "bfloat16": "BF16"}
+# Buffers that some versions wrote beside the weights: causal masks and rotary frequencies.
+_BUFFERS = re.compile(r"(^|\.)h\.\d+\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+_CONV1D = re.compile(r"\.(qkv|proj|fc)\.weight$")  # GPT-2 stores these as (in, out)
+
+
+def load_pretrained(
+    folder: str | os.PathLike[str], dtype: str = "float32"
+) -> Transformer | Decoder:
+    """The model in a checkpoint folder, ready for use and, in float32, for training.
+
+    With `dtype="bfloat16"` the matrices stay in 16 bits and are widened where they are used; the
+    norms and biases, and "float32" as a whole, are float32. A head that is stored beside tied
+    embeddings and differs from them unties them.
+
+    Raises FileNotFoundError or ValueError, and loads nothing, if the folder is not whole, if the
+    tensors are not those of the model that config.json describes, if one is not finite, or if
+    that model has an architecture or a setting that is not implemented.
+    """
+    if dtype not in STORAGE:
+        raise ValueError(f'load_pretrained: dtype is "float32" or "bfloat16", not {dtype!r}')
+    source = read_config(folder)
+    config = config_from_hf(source)
+    files = TensorFolder(folder)
+    names = _own_names(files, config)
+    config = _untied_if_needed(config, files, names)
+    model = new_model(config)
+    parameters = dict(model.named_parameters())
+    head = "lm_head.weight"
+    if head in names and head not in parameters:
+        del names[head]  # tied, and equal
+    check_names(str(folder), parameters, names)
+    shapes = {own: files.shape(name) for own, name in names.items()}
+    for own in shapes:
+        if isinstance(model, Decoder) and _CONV1D.search(own):
+            shapes[own] = shapes[own][::-1]
+    check_shapes(str(folder), {own: p.shape for own, p in parameters.items()}, shapes)
+    for own, p in parameters.items():
+        storage = STORAGE[dtype] if p.ndim > 1 else "F32"
+        if storage == "BF16":
+            p.requires_grad = False
+            p.data = np.empty(p.shape, np.uint16)
+        turned = isinstance(model, Decoder) and _CONV1D.search(own)
+        files.read(names[own], storage, p.data.T if turned else p.data)
+        check_finite(names[own], p.data)
+    model.source = source
+    return model
+
+
+def new_model(config: Config) -> Transformer | Decoder:
+    """A model without values for its matrices."""
+    if isinstance(config, TransformerConfig):
+        return Transformer.empty(config)
+    return Decoder.empty(config)
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """config.json of a checkpoint folder."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is no checkpoint folder: it has no config.json")
+    text = path.read_bytes()
+    refuse_lfs_pointer(path, text)
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: an object is needed, found {type(config).__name__}")
+    return config
+
+
+def _own_names(files: TensorFolder, config: Config) -> dict[str, str]:
+    """Our name of each stored weight -> the name in the files."""
+    stored = [name for name in files.files if not _BUFFERS.search(name)]
+    if isinstance(config, TransformerConfig):
+        return {name: name for name in stored}
+    back = {hf: own for own, hf in _gpt2_names(config).items()}
+    back["lm_head.weight"] = "lm_head.weight"
+    # Files of the bare GPT-2, as on the hub, lack the prefix.
+    full = {name: name if name in back else f"transformer.{name}" for name in stored}
+    return {back.get(full[name], name): name for name in stored}
+
+
+def _gpt2_names(config: Any) -> dict[str, str]:
+    return {own: Decoder.hf_name(own) for own, _ in Decoder.empty(config).named_parameters()}
+
+
+def _untied_if_needed(config: Config, files: TensorFolder, names: Mapping[str, str]) -> Config:
+    llama = isinstance(config, TransformerConfig)
+    table, head = "model.embed_tokens.weight" if llama else "tokens.weight", "lm_head.weight"
+    if not (config.tie_word_embeddings if llama else config.tie):
+        return config
+    if head not in names or table not in names:
+        return config
+    a, b = names[table], names[head]
+    if files.shape(a) == files.shape(b) and np.array_equal(files.read(a), files.read(b)):
+        return config
+    return dataclasses.replace(config, **{"tie_word_embeddings" if llama else "tie": False})
+
+
+def check_finite(name: str, a: np.ndarray) -> None:
+    """Raise ValueError at the first NaN or infinity of a float32 array or bfloat16 bits."""
+    flat = a.reshape(-1)
+    for n in range(0, flat.size, 1 << 20):
+        part = flat[n : n + (1 << 20)]
+        wrong = (part & 0x7F80) == 0x7F80 if a.dtype == np.uint16 else ~np.isfinite(part)
+        if wrong.any():
+            at = n + int(wrong.argmax())
+            raise ValueError(f"NaN/Inf detected in weight '{name}' at index {at}")
+
+
+# --- saving --------------------------------------------------------------------------------
+
+
+def save_pretrained(
+    model: Transformer | Decoder,
+    folder: str | os.PathLike[str],
+    *,
+    state: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+) -> None:
+    """Write a checkpoint folder that `load_pretrained` and transformers open.
+
+    `state` holds other arrays than the model's own, under its names (merged adapters); `dtype` is
+    "float32" or "bfloat16", by default the smallest that keeps every value. Either file appears when it is whole.
+    Raises ValueError for a model that no architecture of transformers equals, and for one that
+    carries adapters when no `state` without them is given.
+    """
+    if dtype is not None and dtype not in STORAGE:
+        raise ValueError(f'save_pretrained: dtype is "float32" or "bfloat16", not {dtype!r}')
+    state = model.state_dict() if state is None else state
+    plain = {name: p.shape for name, p in new_model(model.config).named_parameters()}
+    if isinstance(state, dict) and "lm_head.weight" not in plain:
+        state = {k: v for k, v in state.items() if k != "lm_head.weight"}  # tied
+    try:
+        check_names("save_pretrained", plain, state)
+    except ValueError as error:
+        raise ValueError(f"{error}; adapters must be merged first, or `state` be given") from None
+    check_shapes("save_pretrained", plain, {name: a.shape for name, a in state.items()})
+    tensors = dict(state)
+    if isinstance(model, Decoder):
+        turned = {k: a.T if _CONV1D.search(k) else a for k, a in tensors.items()}
+        tensors = {Decoder.hf_name(k): a for k, a in turned.items()}
+    dtype = dtype or _smallest_exact(tensors)
+    config = dict(model.source or {})
+    for name in ("rope_parameters", "dtype"):  # version 5 of what stands in ours as version 4
+        config.pop(name, None)
+    config |= config_to_hf(model.config, dtype)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(
+        folder / "model.safetensors",
+        tensors,
+        {"format": "pt"},
+        STORAGE[dtype],
+    )
+    with atomic_file(folder / "config.json") as f:
+        f.write((json.dumps(config, indent=2) + "\n").encode())
+
+
+def _smallest_exact(tensors: Mapping[str, Any]) -> str:
+    """ "bfloat16" if matrices are held so and the rest loses nothing by it, else "float32"."""
+    kinds = {dtype_name(a) for a in tensors.values() if a.ndim > 1}
+    if kinds != {"BF16"}:
+        return "float32"
+    for a in tensors.values():
+        if dtype_name(a) != "BF16":
+            short = convert(convert(a, "F32", "BF16"), "BF16", "F32")
+            if not np.array_equal(short, a):
+                return "float32"
+    return "bfloat16"
