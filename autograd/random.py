@@ -1,7 +1,7 @@
 """Randomness as a function of a name: Philox 4x64-10 (Salmon et al. 2011) from a hashed key.
 
 There is no generator with a state. A key says what the numbers are for; word i of a key is
-always the same, whoever draws it and in whatever order.
+always the same, whoever draws it and in whatever order, so threads share the work freely.
 """
 
 from __future__ import annotations
@@ -9,9 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import struct
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from . import mathf
+from .backend import array_module, kernel
+from .buffers import empty
+from .launch import body, device
+
+BLOCK = 1024  # Philox counters per index of a body: long against a launch, short against a thread
 
 
 def make_key(purpose: str, seed: int, *more: Any) -> bytes:
@@ -22,22 +33,162 @@ def make_key(purpose: str, seed: int, *more: Any) -> bytes:
     return hashlib.sha256(json.dumps([purpose, seed, *more]).encode()).digest()[:16]
 
 
+def key_words(key: bytes) -> tuple[int, int]:
+    """The two 64-bit halves of a key, low one first, as the signed integers that bodies take."""
+    if not isinstance(key, bytes) or len(key) != 16:
+        raise TypeError(f"key: 16 bytes of make_key needed, given {key!r}")
+    return struct.unpack("<qq", key)
+
+
 def raw_words(key: bytes, n: int) -> np.ndarray:
-    """The first `n` 64-bit words of the key's Philox stream."""
-    return np.random.Philox(key=int.from_bytes(key, "little")).random_raw(n)
+    """The first `n` 64-bit words of the key's stream: word i is number i % 4 of counter 1 + i // 4.
+
+    That is `np.random.Philox(key=...).random_raw(n)`, which NumPy keeps stable.
+    """
+    return fill_words(empty(_count((n,)), np.uint64), key)
 
 
 def uniform(key: bytes, shape: tuple[int, ...], low: float = 0.0, high: float = 1.0) -> np.ndarray:
-    """float32 numbers uniform in [low, high): the top 24 bits of a word each."""
-    u = (raw_words(key, math.prod(shape)) >> np.uint64(40)).astype(np.float64) * 2.0**-24
-    return (low + (high - low) * u).astype(np.float32).reshape(shape)
+    """float32 numbers low + (high - low) u, with u in [0, 1) the top 24 bits of a word each."""
+    if not low <= high:
+        raise ValueError(f"uniform: low <= high needed, given {low} and {high}")
+    return fill_uniform(empty(_count(shape), np.float32), key, low, high).reshape(shape)
 
 
 def normal(key: bytes, shape: tuple[int, ...], std: float = 1.0) -> np.ndarray:
-    """float32 numbers from a normal distribution (Box & Muller 1958, both branches)."""
-    n = math.prod(shape)
-    words = (raw_words(key, n + n % 2) >> np.uint64(11)).astype(np.float64)
-    u1, u2 = (words[0::2] + 1) * 2.0**-53, words[1::2] * 2.0**-53
+    """float32 numbers from a normal distribution (Box & Muller 1958, both branches).
+
+    Computed in float64 by the engine's own log, cos and sin, and rounded once.
+    """
+    if not std >= 0:
+        raise ValueError(f"normal: std must not be negative, given {std}")
+    return fill_normal(empty(_count(shape), np.float32), key, std).reshape(shape)
+
+
+def permutation(key: bytes, n: int) -> np.ndarray:
+    """0 .. n - 1 in an order drawn from the key: sorted by word, equal words by number."""
+    return np.argsort(raw_words(key, n), kind="stable")
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    if any(s < 0 for s in shape):
+        raise ValueError(f"random numbers of shape {shape} asked for: no side may be negative")
+    return math.prod(shape)
+
+
+@kernel
+def fill_words(out, key):
+    n = out.size
+    out[...] = array_module(out).asarray(
+        np.random.Philox(key=int.from_bytes(key, "little")).random_raw(n)
+    )
+    return out
+
+
+@kernel
+def fill_uniform(out, key, low, high):
+    u = (fill_words.reference(np.empty(out.size, np.uint64), key) >> np.uint64(40)) * 2.0**-24
+    out[...] = array_module(out).asarray(low + (high - low) * u)
+    return out
+
+
+@kernel
+def fill_normal(out, key, std):
+    n = out.size
+    words = fill_words.reference(np.empty(n + n % 2, np.uint64), key) >> np.uint64(11)
+    u1, u2 = (words[0::2] + np.uint64(1)) * 2.0**-53, words[1::2] * 2.0**-53
     r, angle = np.sqrt(-2 * np.log(u1)), 2 * np.pi * u2
     z = np.stack([r * np.cos(angle), r * np.sin(angle)], axis=1).reshape(-1)[:n]
-    return (z * std).astype(np.float32).reshape(shape)
+    out[...] = array_module(out).asarray(z * std)
+    return out
+
+
+# --- CPU -----------------------------------------------------------------------------------
+
+_M0, _M1 = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)  # multipliers
+_W0, _W1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)  # added to the key
+
+
+@intrinsic
+def _high_product(typingctx: Any, a: Any, b: Any) -> Any:
+    """The upper 64 bits of the 128-bit product."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(*(builder.zext(x, wide) for x in args))
+        return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@device
+def philox(key0, key1, block):
+    """Words 4 block .. 4 block + 3 of the key's stream."""
+    k0, k1 = np.uint64(key0), np.uint64(key1)
+    c0, c1, c2, c3 = np.uint64(block) + np.uint64(1), np.uint64(0), np.uint64(0), np.uint64(0)
+    for _ in range(10):
+        high0, low0 = _high_product(_M0, c0), _M0 * c0
+        high1, low1 = _high_product(_M1, c2), _M1 * c2
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + _W0, k1 + _W1
+    return c0, c1, c2, c3
+
+
+@device
+def philox_word(key0, key1, i):
+    """Word i of the key's stream."""
+    c0, c1, c2, c3 = philox(key0, key1, i >> 2)
+    lane = i & 3
+    return (c0 if lane == 0 else c1) if lane < 2 else (c2 if lane == 2 else c3)
+
+
+@body
+def words_cpu(i, key0, key1, out):  # owns out[4 BLOCK i : 4 BLOCK (i + 1)], as those below
+    for block in range(BLOCK * i, min(BLOCK * (i + 1), (out.size + 3) // 4)):
+        four = philox(key0, key1, block)
+        for lane in range(min(4, out.size - 4 * block)):
+            out[4 * block + lane] = four[lane]
+
+
+@body
+def uniform_cpu(i, key0, key1, low, high, out):
+    for block in range(BLOCK * i, min(BLOCK * (i + 1), (out.size + 3) // 4)):
+        four = philox(key0, key1, block)
+        for lane in range(min(4, out.size - 4 * block)):
+            u = np.float64(four[lane] >> np.uint64(40)) * 2.0**-24
+            out[4 * block + lane] = np.float32(low + (high - low) * u)
+
+
+@body
+def normal_cpu(i, key0, key1, std, out):
+    for block in range(BLOCK * i, min(BLOCK * (i + 1), (out.size + 3) // 4)):
+        four = philox(key0, key1, block)
+        for pair in range(2):
+            u1 = np.float64((four[2 * pair] >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
+            angle = (2 * np.pi) * (np.float64(four[2 * pair + 1] >> np.uint64(11)) * 2.0**-53)
+            r = np.sqrt(-2.0 * mathf.log(u1))
+            j = 4 * block + 2 * pair
+            if j < out.size:
+                out[j] = np.float32(r * mathf.cos(angle) * std)
+            if j + 1 < out.size:
+                out[j + 1] = np.float32(r * mathf.sin(angle) * std)
+
+
+def _launch(fill, out, key, *more):
+    fill(-(-out.size // (4 * BLOCK)), *key_words(key), *more, out)
+    return out
+
+
+@fill_words.cpu
+def fill_words_cpu(out, key):
+    return _launch(words_cpu, out, key)
+
+
+@fill_uniform.cpu
+def fill_uniform_cpu(out, key, low, high):
+    return _launch(uniform_cpu, out, key, np.float64(low), np.float64(high))
+
+
+@fill_normal.cpu
+def fill_normal_cpu(out, key, std):
+    return _launch(normal_cpu, out, key, np.float64(std))

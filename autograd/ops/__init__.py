@@ -23,9 +23,10 @@ from .elementwise import (
     where,
 )
 from .embedding import embedding
+from .loss import cross_entropy, linear_cross_entropy
 from .matmul import linear, matmul
 from .norm import layer_norm, rms_norm
 from .reduce import logsumexp, max, mean, sum
 from .rope import rope
 from .shape import broadcast_to, concat, getitem, permute, reshape, stack, swapaxes
-from .softmax import cross_entropy, linear_cross_entropy, log_softmax, softmax
+from .softmax import log_softmax, softmax

@@ -42,7 +42,8 @@ def as_ids(op_name, noun, ids, V, ignored=None):
             where = tuple(int(n[0]) for n in wrong.nonzero())
             aside = "" if ignored is None else f" and is not ignore_index, {ignored}"
             raise ValueError(
-                f"{op_name}: {noun} {int(ids[where])} at index {where} is not in 0 .. {V - 1}{aside}"
+                f"{op_name}: {noun} {int(ids[where])} at index {where} is not in 0 .. {V - 1}"
+                f"{aside}"
             )
     xp = array_module(ids)
     return xp.ascontiguousarray(ids.astype(np.int64, copy=False))

@@ -1,91 +1,108 @@
-"""Sums, means and maxima over axes."""
+"""Sums, means and maxima over axes.
+
+Orders of the sums, which the bits depend on: along the last axis a row is summed in 16 lanes; over
+other axes elements are summed in chains of 64, and the chains ascending. Axes that are not side by
+side are summed one group after another, the last group first.
+"""
+
+# A outer, R reduced, C inner: any group of neighbouring axes of an array is the R of (A, R, C).
 
 from __future__ import annotations
 
 import math
+import operator
 
+import numpy as np
+
+from .. import lanes, mathf
 from ..backend import array_module, kernel
+from ..buffers import empty
+from ..launch import body, get_num_threads
 from ..tape import op
+from .softmax import row_exp_sum, row_shift, rows_per_index
 
 
-def _axes(x, axis) -> tuple[int, ...]:
+def _axes(op_name, x, axis) -> tuple[int, ...]:
+    """The axes as ascending numbers from 0."""
     if axis is None:
         return tuple(range(x.ndim))
-    axis = (axis,) if isinstance(axis, int) else tuple(axis)
-    for a in axis:
+    try:
+        axes = tuple(map(operator.index, axis if isinstance(axis, tuple | list) else (axis,)))
+    except TypeError:
+        raise TypeError(f"{op_name}: axis is an integer or several, given {axis!r}") from None
+    for a in axes:
         if not -x.ndim <= a < x.ndim:
-            raise ValueError(f"axis {a} does not exist in an array of shape {x.shape}")
-    return tuple(sorted(a % x.ndim for a in axis))
+            raise ValueError(f"{op_name}: axis {a} does not exist in an array of shape {x.shape}")
+    axes = tuple(sorted(a % x.ndim for a in axes))
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{op_name}: axis {axis} names one axis twice")
+    return axes
 
 
-def _kept(shape, axes) -> tuple[int, ...]:
-    return tuple(1 if n in axes else s for n, s in enumerate(shape))
+def _without(shape, axes, keepdims=False) -> tuple[int, ...]:
+    """The shape of a reduction over the axes."""
+    if keepdims:
+        return tuple(1 if n in axes else s for n, s in enumerate(shape))
+    return tuple(s for n, s in enumerate(shape) if n not in axes)
 
 
 @op
 def sum(x, *, axis=None, keepdims=False):
-    """The sum over `axis`.   x (*) -> (*)"""
-    axes = _axes(x, axis)
-    kept, shape = _kept(x.shape, axes), x.shape
-    out = sum_axes(x, axes)
-    xp = array_module(x)
-    return out.reshape(kept) if keepdims else out, (
-        lambda g: xp.broadcast_to(g.reshape(kept), shape),
-    )
+    """The sum over `axis`; of nothing it is 0.   x (*) -> (*)"""
+    axes, shape = _axes("sum", x, axis), x.shape
+    kept = _without(shape, axes, keepdims=True)
+    out = sum_axes(x, axes).reshape(_without(shape, axes, keepdims))
+    return out, (lambda g: array_module(g).broadcast_to(g.reshape(kept), shape),)
 
 
 @op
 def mean(x, *, axis=None, keepdims=False):
     """The mean over `axis`; of nothing it is NaN.   x (*) -> (*)"""
-    axes = _axes(x, axis)
-    kept, shape = _kept(x.shape, axes), x.shape
-    n = math.prod(shape[a] for a in axes)
-    xp = array_module(x)
-    total = sum_axes(x, axes)
-    out = total / x.dtype.type(n) if n else xp.full_like(total, float("nan"))
-    return out.reshape(kept) if keepdims else out, (
-        lambda g: xp.broadcast_to(g.reshape(kept) / g.dtype.type(n), shape),
-    )
+    axes, shape = _axes("mean", x, axis), x.shape
+    kept = _without(shape, axes, keepdims=True)
+    n = x.dtype.type(math.prod(shape[a] for a in axes))
+    total = sum_axes(x, axes).reshape(_without(shape, axes, keepdims))
+    out = total / n if n else array_module(x).full_like(total, np.nan)
+    return out, (lambda g: array_module(g).broadcast_to(g.reshape(kept) / n, shape),)
 
 
 @op
 def max(x, *, axis=None, keepdims=False):
     """The maximum over `axis`; equal maxima share the gradient.   x (*) -> (*)"""
-    axes = _axes(x, axis)
-    kept = _kept(x.shape, axes)
-    if any(x.shape[a] == 0 for a in axes):
-        raise ValueError(f"max: an axis of length 0 has no maximum; the array has shape {x.shape}")
-    out = x.max(axis=axes)
-    xp = array_module(x)
+    axes, shape = _axes("max", x, axis), x.shape
+    if math.prod(shape[a] for a in axes) == 0:
+        raise ValueError(f"max: nothing has no maximum; axis {axis} of an array of shape {shape}")
+    kept = _without(shape, axes, keepdims=True)
+    out = max_axes(x, axes)
 
     def vjp(g):
         top = (x == out.reshape(kept)).astype(x.dtype)
-        share = top / sum_axes(top, axes).reshape(kept)
-        return xp.broadcast_to(g.reshape(kept), x.shape) * share
+        return top * (g / sum_axes(top, axes).reshape(g.shape)).reshape(kept)
 
-    return out.reshape(kept) if keepdims else out, (vjp,)
+    return out.reshape(_without(shape, axes, keepdims)), (vjp,)
 
 
 @op
 def logsumexp(x, *, axis=-1, keepdims=False):
-    """log(sum(exp(x))) over `axis`.   x (*) -> (*)"""
-    xp = array_module(x)
-    axes = _axes(x, axis)
-    kept = _kept(x.shape, axes)
-    top = x.max(axis=axes, keepdims=True) if x.size else xp.zeros(kept, x.dtype)
-    top = xp.where(xp.isfinite(top), top, x.dtype.type(0))
-    out = xp.log(sum_axes(xp.exp(x - top), axes).reshape(kept)) + top
+    """log(sum(exp(x))) over `axis`; -inf where every x is, with a gradient of 0.   x (*) -> (*)"""
+    axes, shape = _axes("logsumexp", x, axis), x.shape
+    back = [n for n in range(x.ndim) if n not in axes] + list(axes)
+    moved = x.transpose(back)
+    R = math.prod(shape[a] for a in axes)
+    rows = moved.reshape(math.prod(_without(shape, axes)), R)  # (N, R)
+    out = logsumexp_rows(rows)
 
     def vjp(g):
-        return g.reshape(kept) * xp.exp(x - out)
+        dx = logsumexp_backward(g.reshape(-1), rows, out).reshape(moved.shape)
+        return dx.transpose(np.argsort(back))
 
-    return out if keepdims else out.reshape(tuple(s for n, s in enumerate(x.shape) if n not in axes)), (vjp,)
+    return out.reshape(_without(shape, axes, keepdims)), (vjp,)
 
 
 @kernel
 def sum_axes(x, axes):
     """The sum of x over the axes, which are dropped."""
-    return x.sum(axis=axes, dtype=x.dtype)
+    return array_module(x).asarray(x.sum(axis=axes, dtype=x.dtype))
 
 
 def sum_to(g, shape):
@@ -95,3 +112,256 @@ def sum_to(g, shape):
         lead + n for n, s in enumerate(shape) if s == 1 and g.shape[lead + n] != 1
     )
     return sum_axes(g, axes).reshape(shape) if axes else g.reshape(shape)
+
+
+@kernel
+def max_axes(x, axes):
+    """The largest element over the axes, which are dropped; NaN if one is NaN."""
+    return array_module(x).asarray(x.max(axis=axes))
+
+
+@kernel
+def logsumexp_rows(x):
+    """x (N, R) -> (N)"""
+    xp = array_module(x)
+    top = x.max(axis=1, initial=-np.inf)
+    shift = xp.where(top == -np.inf, x.dtype.type(0), top)[:, None]
+    with np.errstate(divide="ignore"):
+        return xp.log(xp.exp(x - shift).sum(axis=1)) + shift[:, 0]
+
+
+@kernel
+def logsumexp_backward(g, x, out):
+    xp = array_module(x)
+    # d lse / dx = exp(x - lse); a -inf counts as a constant, also where lse is -inf
+    shift = xp.where(out == -np.inf, x.dtype.type(0), out)[:, None]
+    return xp.where(x == -np.inf, x.dtype.type(0), xp.exp(x - shift) * g[:, None])
+
+
+@kernel
+def sum_of_squares(x):
+    """The sum of x**2 over all elements, for the norms of gradients: a float64.
+
+    In float64: blocks of 4096, each in 16 lanes by fma, then the blocks ascending.
+    """
+    flat = x.reshape(-1).astype(np.float64)
+    return np.float64((flat * flat).sum())
+
+
+@kernel
+def sum_in_blocks(x):
+    """The sum of a float64 x over all elements, for losses, in the order of `sum_of_squares`."""
+    return np.float64(x.sum())
+
+
+# --- CPU -----------------------------------------------------------------------------------
+
+CHAIN = 64  # rows per partial sum over rows; part of the contract
+SPAN = 4096  # elements per float64 partial sum; part of the contract
+COLUMNS = 1024  # per index of a body: a partial sum stays in the first-level cache
+
+
+@body
+def sum_rows_cpu(i, rows, x, out):  # owns `rows` elements of out, as the other row bodies do
+    for n in range(rows * i, min(rows * (i + 1), x.shape[0])):
+        out[n] = lanes.row_sum(x[n])
+
+
+@body
+def sum_chains_cpu(i, x, out):
+    """x (A, R, C) -> out (A, chains, C): owns COLUMNS columns of one chain."""
+    R, C = x.shape[1:]
+    chains, stripes = out.shape[1], (C + COLUMNS - 1) // COLUMNS
+    low = i % stripes * COLUMNS
+    high = min(low + COLUMNS, C)
+    chain, o = i // stripes % chains, i // stripes // chains
+    to = out[o, chain, low:high]
+    for c in range(high - low):
+        to[c] = 0
+    r, stop = chain * CHAIN, min((chain + 1) * CHAIN, R)
+    while r + 4 <= stop:  # four at a time, so that `to` is read and written less often
+        a, b = x[o, r, low:high], x[o, r + 1, low:high]
+        c, d = x[o, r + 2, low:high], x[o, r + 3, low:high]
+        for k in range(high - low):
+            to[k] = (((to[k] + a[k]) + b[k]) + c[k]) + d[k]
+        r += 4
+    while r < stop:
+        a = x[o, r, low:high]
+        for k in range(high - low):
+            to[k] += a[k]
+        r += 1
+
+
+@body
+def add_chains_cpu(i, x, fresh, out):
+    """x (A, chains, C) into out (A, C), the chains ascending: owns COLUMNS columns."""
+    C = x.shape[2]
+    stripes = (C + COLUMNS - 1) // COLUMNS
+    low = i % stripes * COLUMNS
+    high = min(low + COLUMNS, C)
+    o = i // stripes
+    to = out[o, low:high]
+    if fresh:
+        to[:] = x[o, 0, low:high]
+    for chain in range(fresh, x.shape[1]):
+        a = x[o, chain, low:high]
+        for k in range(high - low):
+            to[k] += a[k]
+
+
+@sum_axes.cpu
+def sum_axes_cpu(x, axes):
+    return _by_groups(x, axes, sum_middle)
+
+
+def sum_middle(x):
+    """x (A, R, C) -> (A, C)"""
+    A, R, C = x.shape
+    if C == 1:
+        out, rows = empty((A, C), x.dtype), rows_per_index(R)
+        sum_rows_cpu(-(-A // rows), rows, x.reshape(A, R), out.reshape(A))
+        return out
+    return add_chains(sum_chains(x), None)
+
+
+def sum_chains(x):
+    """The chains of 64 along the middle axis: x (A, R, C) -> (A, ceil(R / 64), C)"""
+    A, R, C = x.shape
+    out = empty((A, -(-R // CHAIN) or 1, C), x.dtype)
+    sum_chains_cpu(A * out.shape[1] * -(-C // COLUMNS), x, out)
+    return out
+
+
+def add_chains(parts, out):
+    """The parts (A, chains, C) added up ascending, to what is in `out` if given: (A, C)"""
+    A, chains, C = parts.shape
+    if out is None and chains == 1:
+        return parts.reshape(A, C)
+    fresh = out is None
+    out = empty((A, C), parts.dtype) if fresh else out
+    add_chains_cpu(A * -(-C // COLUMNS), parts, fresh, out)
+    return out
+
+
+def _by_groups(x, axes, reduce):
+    """Reduce neighbouring axes together, the last group first."""
+    shape = _without(x.shape, axes)
+    while axes:
+        last = first = axes[-1]
+        while first - 1 in axes:
+            first -= 1
+        lead, tail = x.shape[:first], x.shape[last + 1 :]
+        middle = (math.prod(lead), math.prod(x.shape[first : last + 1]), math.prod(tail))
+        x = reduce(x.reshape(middle)).reshape(lead + tail)
+        axes = tuple(a for a in axes if a < first)
+    return x.reshape(shape)
+
+
+@body
+def max_rows_cpu(i, rows, x, out):
+    for n in range(rows * i, min(rows * (i + 1), x.shape[0])):
+        out[n] = lanes.row_max(x[n])
+
+
+@body
+def max_columns_cpu(i, x, out):  # owns COLUMNS columns of one o
+    C = x.shape[2]
+    stripes = (C + COLUMNS - 1) // COLUMNS
+    low = i % stripes * COLUMNS
+    high = min(low + COLUMNS, C)
+    to = out[i // stripes, low:high]
+    to[:] = x[i // stripes, 0, low:high]
+    for r in range(1, x.shape[1]):
+        a = x[i // stripes, r, low:high]
+        for k in range(high - low):
+            to[k] = lanes.maximum(to[k], a[k])
+
+
+@max_axes.cpu
+def max_axes_cpu(x, axes):
+    return _by_groups(x, axes, _max_middle)
+
+
+def _max_middle(x):
+    A, R, C = x.shape
+    out = empty((A, C), x.dtype)
+    if C == 1:
+        rows = rows_per_index(R)
+        max_rows_cpu(-(-A // rows), rows, x.reshape(A, R), out.reshape(A))
+    else:
+        max_columns_cpu(A * -(-C // COLUMNS), x, out)
+    return out
+
+
+@body
+def logsumexp_rows_cpu(i, rows, x, out):
+    for n in range(rows * i, min(rows * (i + 1), x.shape[0])):
+        shift = row_shift(x[n])
+        out[n] = mathf.log(row_exp_sum(x[n], shift)) + shift
+
+
+@logsumexp_rows.cpu
+def logsumexp_rows_fast(x):
+    out, rows = empty(len(x), x.dtype), rows_per_index(x.shape[1])
+    logsumexp_rows_cpu(-(-len(x) // rows), rows, x, out)
+    return out
+
+
+@body
+def logsumexp_backward_cpu(i, rows, g, x, out, dx):
+    zero, low = x.dtype.type(0), x.dtype.type(-np.inf)
+    for n in range(rows * i, min(rows * (i + 1), x.shape[0])):
+        shift = zero if out[n] == low else out[n]
+        row, to, gn = x[n], dx[n], g[n]
+        for c in range(x.shape[1]):
+            to[c] = lanes.select(row[c] == low, zero, mathf.exp(row[c] - shift) * gn)
+
+
+@logsumexp_backward.cpu
+def logsumexp_backward_fast(g, x, out):
+    dx, rows = empty(x.shape, x.dtype), rows_per_index(x.shape[1])
+    logsumexp_backward_cpu(-(-len(x) // rows), rows, g, x, out, dx)
+    return dx
+
+
+@body
+def squares_cpu(i, thread, x, wide, parts):  # owns parts[i]; wide is a row of scratch per thread
+    start = SPAN * i
+    n = min(SPAN, x.size - start)
+    row = wide[thread, :n]
+    for k in range(n):
+        row[k] = x[start + k]
+    parts[i] = lanes.row_dot(row, row)
+
+
+@body
+def blocks_cpu(i, x, parts):  # owns parts[i]
+    parts[i] = lanes.row_sum(x[SPAN * i : min(SPAN * (i + 1), x.size)])
+
+
+@body
+def ascending_cpu(i, parts, out):
+    total = 0.0
+    for n in range(parts.size):
+        total += parts[n]
+    out[i] = total
+
+
+def _added_up(parts):
+    out = np.empty(1)
+    ascending_cpu(1, parts, out)
+    return out[0]
+
+
+@sum_of_squares.cpu
+def sum_of_squares_cpu(x):
+    parts = np.empty(-(-x.size // SPAN))
+    squares_cpu(len(parts), x.reshape(-1), np.empty((get_num_threads(), SPAN)), parts)
+    return _added_up(parts)
+
+
+@sum_in_blocks.cpu
+def sum_in_blocks_cpu(x):
+    parts = np.empty(-(-x.size // SPAN))
+    blocks_cpu(len(parts), x.reshape(-1), parts)
+    return _added_up(parts)

@@ -1,135 +1,176 @@
-"""Softmax, and the loss of a classifier over V classes."""
+"""Softmax over the last axis, and its logarithm.
+
+A logit of -inf is a constant: its probability and its gradient are exactly 0. A row of nothing
+but -inf has nothing to choose from: probabilities 0, logarithms -inf, gradients 0.
+"""
+
+# N rows of V logits.
 
 from __future__ import annotations
 
 import numpy as np
 
 from ..backend import array_module, kernel
+from ..buffers import empty
+from ..lanes import keep_first, load, load_first, row_max, row_sum, select, splat, tree_sum
+from ..launch import body, device
+from ..mathf import exp, log
 from ..tape import op
-from .matmul import gemm
 
 
 @op
 def softmax(x):
     """exp(x) / sum(exp(x)) over the last axis.   x (..., V) -> (..., V)"""
-    y = softmax_rows(x)
-    return y, (lambda g: y * (g - (g * y).sum(axis=-1, keepdims=True)),)
+    y = softmax_rows(_rows("softmax", x))
+
+    def vjp(g):
+        return softmax_backward(g.reshape(y.shape), y).reshape(x.shape)
+
+    return y.reshape(x.shape), (vjp,)
 
 
 @op
 def log_softmax(x):
     """log(softmax(x)) over the last axis.   x (..., V) -> (..., V)"""
-    xp = array_module(x)
-    y = x - _lse(x)
-    return y, (lambda g: g - xp.exp(y) * g.sum(axis=-1, keepdims=True),)
+    y = log_softmax_rows(_rows("log_softmax", x))
+
+    def vjp(g):
+        return log_softmax_backward(g.reshape(y.shape), y).reshape(x.shape)
+
+    return y.reshape(x.shape), (vjp,)
+
+
+def _rows(op_name, x):
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{op_name}: a last axis with logits needed, given shape {x.shape}")
+    return x.reshape(-1, x.shape[-1])
 
 
 @kernel
 def softmax_rows(x):
-    e = array_module(x).exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
-
-
-def _lse(x):
     xp = array_module(x)
-    top = x.max(axis=-1, keepdims=True)
-    return xp.log(xp.exp(x - top).sum(axis=-1, keepdims=True)) + top
-
-
-def check_targets(name, targets, V, ignore_index):
-    """Raise if a target is not a class and not `ignore_index`."""
-    if targets.dtype.kind not in "iu":
-        raise TypeError(f"{name}: targets are integers, given {targets.dtype}")
-    wrong = ((targets < 0) | (targets >= V)) & (targets != ignore_index)
-    if wrong.any():
-        where = tuple(int(n[0]) for n in wrong.nonzero())
-        raise ValueError(
-            f"{name}: target {int(targets[where])} at {where} is not in 0 .. {V - 1} "
-            f"(ignore_index is {ignore_index})"
-        )
-
-
-@op
-def cross_entropy(logits, targets, *, ignore_index=-100, reduction="mean"):
-    """-log softmax(logits)[target], over the targets that count; 0 if none does.
-
-    logits (..., V), targets (...) -> ()
-    """
-    if logits.shape[:-1] != targets.shape:
-        raise ValueError(f"cross_entropy: logits {logits.shape} need targets {logits.shape[:-1]}, given {targets.shape}")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'cross_entropy: reduction is "mean" or "sum", not {reduction!r}')
-    V = logits.shape[-1]
-    check_targets("cross_entropy", targets, V, ignore_index)
-    rows, labels = logits.reshape(-1, V), targets.reshape(-1)
-    count = (labels != ignore_index).sum() if reduction == "mean" else 1
-    scale = logits.dtype.type(1 / max(int(count), 1))
-    loss, lse = cross_entropy_forward(rows, labels, ignore_index)
-    return (loss * scale).astype(logits.dtype), (
-        lambda g: cross_entropy_backward(rows, labels, lse, g * scale, ignore_index).reshape(logits.shape),
-        None,
-    )
+    e = xp.exp(x - _shift(x))
+    total = e.sum(axis=1, keepdims=True)
+    return e / xp.where(total == 0, x.dtype.type(1), total)
 
 
 @kernel
-def cross_entropy_forward(rows, labels, ignore_index):
-    """The summed loss (float64), and the log-sum-exp of each row."""
-    xp = array_module(rows)
-    lse = _lse(rows)[:, 0]
-    counts = labels != ignore_index
-    picked = rows[xp.arange(len(rows)), xp.where(counts, labels, 0)]
-    return xp.where(counts, lse - picked, 0).sum(dtype=np.float64), lse
+def softmax_backward(g, y):
+    # dy_i / dx_j = y_i (i == j) - y_i y_j; where y = 0 nothing is moved, whatever g is there
+    xp = array_module(y)
+    gy = xp.where(y == 0, y, g * y)
+    return gy - y * gy.sum(axis=1, keepdims=True)
 
 
 @kernel
-def cross_entropy_backward(rows, labels, lse, scale, ignore_index):
-    """scale (softmax - onehot) in the rows that count, 0 in the others."""
-    xp = array_module(rows)
-    counts = labels != ignore_index
-    d = xp.exp(rows - lse[:, None])
-    d[xp.arange(len(rows)), xp.where(counts, labels, 0)] -= 1
-    return xp.where(counts[:, None], d * scale, rows.dtype.type(0))
-
-
-@op(needs=True)
-def linear_cross_entropy(x, weight, targets, bias=None, *, ignore_index=-100, reduction="mean", needs):
-    """cross_entropy(linear(x, weight, bias), targets) without holding all the logits.
-
-    x (..., C), weight (V, C), targets (...), bias (V) -> ()
-    """
-    V, C = weight.shape
-    check_targets("linear_cross_entropy", targets, V, ignore_index)
-    rows, labels = x.reshape(-1, C), targets.reshape(-1)
-    count = (labels != ignore_index).sum() if reduction == "mean" else 1
-    scale = x.dtype.type(1 / max(int(count), 1))
-    loss, dx, dweight, dbias = linear_cross_entropy_rows(rows, weight, labels, bias, ignore_index, scale, needs)
-    return (loss * scale).astype(x.dtype), lambda g: (
-        None if dx is None else (dx * g).reshape(x.shape),
-        None if dweight is None else dweight * g,
-        None,
-        None if dbias is None else dbias * g,
-    )
+def log_softmax_rows(x):
+    xp = array_module(x)
+    shift = _shift(x)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        total = xp.log(xp.exp(x - shift).sum(axis=1, keepdims=True))
+        return xp.where(x == -np.inf, x, x - shift - total)
 
 
 @kernel
-def linear_cross_entropy_rows(rows, weight, labels, bias, ignore_index, scale, needs):
-    xp = array_module(rows)
-    dx = xp.empty_like(rows) if needs[0] else None
-    dweight = xp.zeros_like(weight) if needs[1] else None
-    dbias = xp.zeros_like(bias) if bias is not None and needs[3] else None
-    total = 0.0
-    for n in range(0, len(rows), 256):
-        part = slice(n, n + 256)
-        logits = gemm(rows[part], weight, False, True)
-        if bias is not None:
-            logits = logits + bias
-        loss, lse = cross_entropy_forward(logits, labels[part], ignore_index)
-        total += loss
-        d = cross_entropy_backward(logits, labels[part], lse, scale, ignore_index)
-        if dx is not None:
-            dx[part] = gemm(d, weight, False, False)
-        if dweight is not None:
-            dweight += gemm(d, rows[part], True, False)
-        if dbias is not None:
-            dbias += d.sum(axis=0)
-    return np.float64(total), dx, dweight, dbias
+def log_softmax_backward(g, y):
+    # dy_i / dx_j = (i == j) - softmax_j
+    xp = array_module(y)
+    return xp.where(y == -np.inf, y.dtype.type(0), g - xp.exp(y) * g.sum(axis=1, keepdims=True))
+
+
+def _shift(x):
+    """The largest of each row, as what exponents are relative to; 0 if it is -inf."""
+    top = x.max(axis=1, keepdims=True)
+    return array_module(x).where(top == -np.inf, x.dtype.type(0), top)
+
+
+# --- CPU -----------------------------------------------------------------------------------
+
+GRAIN = 16384  # elements per index of a body
+
+
+def rows_per_index(V):
+    """How many rows of V elements a body takes at once."""
+    return GRAIN // (V + 1) + 1
+
+
+@device
+def row_shift(x):
+    """What the exponents of a row are relative to."""
+    top = row_max(x)
+    return x.dtype.type(0) if top == -np.inf else top
+
+
+@device
+def row_exp_sum(x, shift):
+    """sum(exp(x - shift)) over a contiguous row, in 16 lanes."""
+    n, zero = np.int64(x.size), splat(x.dtype.type(0))
+    total = zero
+    whole = n - n % 16
+    for c in range(0, whole, 16):
+        total = total + exp(load(x, c) - shift)
+    if whole < n:
+        last = exp(load_first(x, whole, n - whole, zero) - shift)
+        total = keep_first(n - whole, total + last, total)
+    return tree_sum(total)
+
+
+@body
+def softmax_rows_cpu(i, rows, x, y):  # owns `rows` rows of y, as those below
+    for n in range(rows * i, min(rows * (i + 1), x.shape[0])):
+        row, to = x[n], y[n]
+        shift = row_shift(row)
+        for c in range(row.size):
+            to[c] = exp(row[c] - shift)
+        total = row_sum(to)
+        total = x.dtype.type(1) if total == 0 else total
+        for c in range(row.size):
+            to[c] /= total
+
+
+@body
+def softmax_backward_cpu(i, rows, g, y, dx):
+    for n in range(rows * i, min(rows * (i + 1), y.shape[0])):
+        p, to, row = y[n], dx[n], g[n]
+        for c in range(p.size):
+            to[c] = select(p[c] == 0, p[c], row[c] * p[c])
+        total = row_sum(to)
+        for c in range(p.size):
+            to[c] -= p[c] * total
+
+
+@body
+def log_softmax_rows_cpu(i, rows, x, y):
+    low = x.dtype.type(-np.inf)
+    for n in range(rows * i, min(rows * (i + 1), x.shape[0])):
+        row, to = x[n], y[n]
+        shift = row_shift(row)
+        total = log(row_exp_sum(row, shift))
+        for c in range(row.size):
+            to[c] = select(row[c] == low, low, row[c] - shift - total)
+
+
+@body
+def log_softmax_backward_cpu(i, rows, g, y, dx):
+    zero, low = y.dtype.type(0), y.dtype.type(-np.inf)
+    for n in range(rows * i, min(rows * (i + 1), y.shape[0])):
+        logp, to, row = y[n], dx[n], g[n]
+        total = row_sum(row)
+        for c in range(logp.size):
+            to[c] = select(logp[c] == low, zero, row[c] - exp(logp[c]) * total)
+
+
+def _by_rows(fill):
+    def fast(*arrays):
+        x = arrays[0]
+        out, rows = empty(x.shape, x.dtype), rows_per_index(x.shape[1])
+        fill(-(-len(x) // rows), rows, *arrays, out)
+        return out
+
+    return fast
+
+
+softmax_rows.cpu(_by_rows(softmax_rows_cpu))
+softmax_backward.cpu(_by_rows(softmax_backward_cpu))
+log_softmax_rows.cpu(_by_rows(log_softmax_rows_cpu))
+log_softmax_backward.cpu(_by_rows(log_softmax_backward_cpu))
