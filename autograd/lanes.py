@@ -19,6 +19,9 @@ from numba.np.arrayobj import make_array
 
 from .launch import device
 
+# How helpers are compiled into the bodies that call them.
+INLINE = {"forceinline": True, "error_model": "numpy"}
+
 LANES = 16  # part of the contract: element i of a row is summed in lane i mod 16
 
 
@@ -107,6 +110,9 @@ _div = _operation(2, lambda b, x, y: b.fdiv(x, y))
 _neg = _operation(1, lambda b, x: b.fneg(x))
 less = _operation(2, lambda b, x, y: b.fcmp_ordered("<", x, y), types.boolean)
 """x < y; false if one is NaN."""
+_greater = _operation(2, lambda b, x, y: b.fcmp_ordered(">", x, y), types.boolean)
+_equal = _operation(2, lambda b, x, y: b.fcmp_ordered("==", x, y), types.boolean)
+_either = _operation(2, lambda b, x, y: b.or_(x, y), types.boolean)
 
 # Numba would widen the sum of two int32 to int64.
 iadd = _operation(2, lambda b, x, y: b.add(x, y))
@@ -126,6 +132,10 @@ for _operator, _named in (
     (operator.sub, _sub),
     (operator.mul, _mul),
     (operator.truediv, _div),
+    (operator.lt, less),
+    (operator.gt, _greater),
+    (operator.eq, _equal),
+    (operator.or_, _either),
 ):
 
     def _on_lanes(named: Any) -> Any:
@@ -226,22 +236,24 @@ def load(typingctx: Any, x: Any, i: Any) -> Any:
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         value = b.load(_address(context, b, sig.args[0], *args))
-        value.align = x.dtype.bitwidth // 8
+        value.align = 1 if x.dtype == types.boolean else x.dtype.bitwidth // 8
+        if x.dtype == types.boolean:  # a byte in memory, a bit among lanes
+            value = b.icmp_signed("!=", value, _zero(value.type))
         return value
 
     return Lanes(x.dtype)(x, types.int64), codegen
 
 
 @intrinsic
-def store(typingctx: Any, value: Any, x: Any, i: Any) -> Any:
-    """Write the lanes to elements i .. i + 15 of the memory of the contiguous array x."""
+def store(typingctx: Any, x: Any, i: Any, value: Any) -> Any:
+    """Write lanes to elements i .. i + 15 of the memory of the contiguous array x."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        place = b.store(args[0], _address(context, b, sig.args[1], *args[1:]))
-        place.align = x.dtype.bitwidth // 8
+        array, i, lanes = args
+        b.store(lanes, _address(context, b, sig.args[0], array, i)).align = x.dtype.bitwidth // 8
         return context.get_dummy_value()
 
-    return types.void(value, x, types.int64), codegen
+    return types.void(x, types.int64, value), codegen
 
 
 @intrinsic

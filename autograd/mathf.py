@@ -18,13 +18,16 @@ Coefficients are Chebyshev interpolations of the function named beside them, rou
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numba import types
 from numba.extending import overload
 
+from .backend import array_module
 from .lanes import (
+    INLINE,
     absolute,
     bits,
     copysign,
@@ -40,7 +43,9 @@ from .lanes import (
     ishr,
     isub,
     less,
+    maximum,
     select,
+    square_root,
 )
 from .launch import JIT, body, device
 
@@ -190,25 +195,24 @@ _F64 = _Format(
 )
 
 
-_INLINE = {"forceinline": True, "error_model": "numpy"}
+def _generic(reference: Any) -> Any:
+    """Make `write(format) -> function` one function of both float types, plain or in lanes.
 
+    Outside of bodies it is `reference`, on arrays.
+    """
 
-def _generic(write: Any) -> Any:
-    """Make `write(f) -> function` one function for both float types, plain or in lanes."""
-    name = write.__name__.lstrip("_")
-    functions = {t: write(f) for t, f in ((types.float32, _F32), (types.float64, _F64))}
+    def make(write: Any) -> Any:
+        functions = {t: write(f) for t, f in ((types.float32, _F32), (types.float64, _F64))}
+        reference.__name__ = reference.__qualname__ = write.__name__
+        reference.__doc__ = write.__doc__
 
-    def stub(x):
-        raise NotImplementedError(f"mathf.{name} runs inside bodies only")
+        @overload(reference, jit_options=INLINE)
+        def implement(x):
+            return functions.get(element(x))
 
-    stub.__name__ = stub.__qualname__ = name
-    stub.__doc__ = write.__doc__
+        return reference
 
-    @overload(stub, jit_options=_INLINE)
-    def implement(x):
-        return functions.get(element(x))
-
-    return stub
+    return make
 
 
 def _reduced(f: _Format) -> Any:
@@ -235,7 +239,7 @@ def _power_of_two(f: _Format) -> Any:
     return power_of_two
 
 
-@_generic
+@_generic(lambda x: array_module(x).exp(x))
 def exp(f: _Format) -> Any:
     """e to the power x; exactly 1 at 0."""
     reduced, power_of_two = _reduced(f), _power_of_two(f)
@@ -251,7 +255,7 @@ def exp(f: _Format) -> Any:
     return function
 
 
-@_generic
+@_generic(lambda x: array_module(x).log(x))
 def log(f: _Format) -> Any:
     """The natural logarithm: -inf at 0, NaN below."""
     least, mantissa, poly = f.least, f.mantissa, f.log_poly
@@ -291,7 +295,7 @@ def _expm1_parts(f: _Format) -> Any:
     return expm1
 
 
-@_generic
+@_generic(lambda x: array_module(x).tanh(x))
 def tanh(f: _Format) -> Any:
     """The hyperbolic tangent; exactly 0, 1 and -1 at 0, inf and -inf."""
     expm1, high, two = _expm1_parts(f), f.tanh_high, f.T(2)
@@ -304,7 +308,13 @@ def tanh(f: _Format) -> Any:
     return function
 
 
-@_generic
+def _sigmoid_of_array(x):
+    xp = array_module(x)
+    e = xp.exp(-abs(x))
+    return xp.where(x < 0, e, x.dtype.type(1)) / (1 + e)
+
+
+@_generic(_sigmoid_of_array)
 def sigmoid(f: _Format) -> Any:
     """1 / (1 + exp(-x)), without loss where it is small."""
     one, zero = f.T(1), f.T(0)
@@ -317,7 +327,11 @@ def sigmoid(f: _Format) -> Any:
     return function
 
 
-@_generic
+def _erf_of_array(x):
+    return np.vectorize(math.erf, otypes=[x.dtype])(x) if x.size else x.copy()
+
+
+@_generic(_erf_of_array)
 def erf(f: _Format) -> Any:
     """The error function, 2 / sqrt(pi) times the integral of exp(-t**2) from 0 to x."""
     one, high, near, far = f.T(1), f.erf_high, f.erf_poly, f.erfc_poly
@@ -378,26 +392,46 @@ _COS = (
 
 def sin(x):
     """The sine, computed in float64; NaN where |x| > 2**30."""
-    return np.sin(x)
+    return array_module(x).sin(x)
 
 
 def cos(x):
     """The cosine, computed in float64; NaN where |x| > 2**30."""
-    return np.cos(x)
+    return array_module(x).cos(x)
 
 
-@overload(sin, jit_options=_INLINE)
+@overload(sin, jit_options=INLINE)
 def _sin(x):
     if x == types.float32:
         return lambda x: np.float32(_turn(np.float64(x), _I0))
     return (lambda x: _turn(x, _I0)) if x == types.float64 else None
 
 
-@overload(cos, jit_options=_INLINE)
+@overload(cos, jit_options=INLINE)
 def _cos(x):
     if x == types.float32:
         return lambda x: np.float32(_turn(np.float64(x), _I1))
     return (lambda x: _turn(x, _I1)) if x == types.float64 else None
+
+
+def sqrt(x):
+    """The square root, rounded once."""
+    return array_module(x).sqrt(x)
+
+
+@overload(sqrt, jit_options=INLINE)
+def _sqrt(x):
+    return lambda x: square_root(x)
+
+
+def larger(x, y):
+    """The larger of two; NaN if one is NaN."""
+    return array_module(x).maximum(x, y)
+
+
+@overload(larger, jit_options=INLINE)
+def _larger(x, y):
+    return lambda x, y: maximum(x, y)
 
 
 # --- on the host: tables and schedules, float64 -----------------------------------------------

@@ -1,5 +1,6 @@
 """The operations, one family per file."""
 
+from .activation import gelu, silu, swiglu
 from .attention import attention
 from .dropout import dropout
 from .elementwise import (
@@ -7,7 +8,6 @@ from .elementwise import (
     cast,
     div,
     exp,
-    gelu,
     log,
     maximum,
     mul,
@@ -15,10 +15,8 @@ from .elementwise import (
     pow,
     relu,
     sigmoid,
-    silu,
     sqrt,
     sub,
-    swiglu,
     tanh,
     where,
 )

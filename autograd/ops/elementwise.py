@@ -1,4 +1,10 @@
-"""Ops that act on each element alone."""
+"""Ops that act on each element alone.
+
+Where an op has no finite slope (the square root or the logarithm of 0, a division by 0, an
+overflown exponential), its gradient is still 0 if the arriving gradient is 0. So what `where` did
+not choose brings no NaN: the gradient of where(x > 0, sqrt(x), 0) at 0 is 0. The gradient of a
+square root at 0 is 0 by definition, and with it that of a norm.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +12,42 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import array_module, is_array, kernel
+from .. import buffers, mathf
+from ..backend import FLOATS, array_module, is_array, kernel
+from ..launch import body
+from ..pointwise import (
+    CHUNK,
+    choose,
+    compute,
+    like,
+    pointwise,
+    pointwise_pair,
+    scalar,
+    two_to_one,
+)
 from ..tape import op
 
 
 def _pair(x: Any, y: Any) -> tuple[Any, Any]:
-    """Both operands as arrays; a plain number takes the other's type."""
+    """Both operands as arrays; what is no float takes the other's type."""
     if not is_array(x):
         x = array_module(y).asarray(x, dtype=y.dtype if is_array(y) else np.float32)
     if not is_array(y):
         y = array_module(x).asarray(y, dtype=x.dtype)
+    if x.dtype.kind in "bi":
+        x = x.astype(y.dtype)
+    if y.dtype.kind in "bi":
+        y = y.astype(x.dtype)
     return x, y
+
+
+@scalar
+def _wanted(g, dx):
+    """dx, but 0 where the arriving gradient is 0."""
+    return choose(g == like(g, 0), g, dx)
+
+
+# --- arithmetic -------------------------------------------------------------------------------
 
 
 @op
@@ -30,129 +61,230 @@ def add(x, y):
 def sub(x, y):
     """x - y.   x (...), y (...) -> (...)"""
     x, y = _pair(x, y)
-    return x - y, (lambda g: g, lambda g: -g)
+    return sub_arrays(x, y), (lambda g: g, neg_array)
 
 
 @op
 def mul(x, y):
     """x * y.   x (...), y (...) -> (...)"""
     x, y = _pair(x, y)
-    return x * y, (lambda g: g * y, lambda g: g * x)
+    return mul_arrays(x, y), (lambda g: mul_arrays(g, y), lambda g: mul_arrays(g, x))
 
 
 @op
 def div(x, y):
     """x / y.   x (...), y (...) -> (...)"""
     x, y = _pair(x, y)
-    out = x / y
-    return out, (lambda g: g / y, lambda g: -g * out / y)
+    out = div_arrays(x, y)
+    return out, (lambda g: div_backward_x(g, y), lambda g: div_backward_y(g, out, y))
 
 
 @op
 def neg(x):
     """-x.   x (...) -> (...)"""
-    return -x, (lambda g: -g,)
+    return neg_array(x), (neg_array,)
+
+
+@pointwise
+def sub_arrays(x, y):
+    return x - y
+
+
+@pointwise
+def mul_arrays(x, y):
+    return x * y
+
+
+@pointwise
+def div_arrays(x, y):
+    return x / y
+
+
+@pointwise
+def div_backward_x(g, y):
+    return _wanted(g, g / y)
+
+
+@pointwise
+def div_backward_y(g, out, y):
+    return _wanted(g, -(g * out) / y)
+
+
+@pointwise
+def neg_array(x):
+    return -x
+
+
+@kernel
+def add_arrays(x, y, out):
+    """x + y, into `out` if given (which may be x or y)."""
+    return array_module(x).add(x, y, out=out)
+
+
+@add_arrays.cpu
+def add_arrays_cpu(x, y, out):
+    return compute(_add, (x, y), (out,))[0]
+
+
+@scalar
+def _sum(x, y):
+    return x + y
+
+
+_add = two_to_one(_sum)
+
+
+# --- powers and transcendental functions ------------------------------------------------------
 
 
 @op
 def pow(x, *, exponent):
-    """x ** exponent, the exponent a number.   x (...) -> (...)"""
-    return x**exponent, (lambda g: g * exponent * x ** (exponent - 1),)
+    """x ** exponent, the exponent a number.   x (...) -> (...)
+
+    A whole exponent means repeated multiplication: 0 gives 1 everywhere, and negative x is fine.
+    """
+    return power(x, exponent), (lambda g: pow_backward(g, x, exponent),)
+
+
+def power(x, exponent):
+    """x to a power: products for a whole exponent, exp(exponent log(x)) for others."""
+    if exponent != int(exponent):
+        return sqrt_array(x) if exponent == 0.5 else real_power(x, float(exponent))
+    result, square, n = None, x, abs(int(exponent))
+    while n:
+        if n & 1:
+            result = square if result is None else mul_arrays(result, square)
+        n >>= 1
+        square = mul_arrays(square, square) if n else None
+    if result is None:
+        return array_module(x).ones_like(x)
+    return result if exponent > 0 else div_arrays(x.dtype.type(1), result)
+
+
+def pow_backward(g, x, exponent):
+    if exponent == 0:
+        return array_module(x).zeros_like(x)
+    slope = mul_arrays(power(x, exponent - 1), array_module(x).asarray(exponent, x.dtype))
+    return mul_wanted(g, slope)
+
+
+@kernel
+def real_power(x, exponent):
+    return x**exponent
+
+
+@real_power.cpu
+def real_power_cpu(x, exponent):
+    out = buffers.empty(x.shape, x.dtype)
+    _real_power(-(-x.size // CHUNK), x.reshape(-1), exponent, out.reshape(-1))
+    return out
+
+
+@body
+def _real_power(i, x, exponent, out):
+    # In float64: a float32 logarithm times the exponent would lose digits.
+    for n in range(i * CHUNK, min((i + 1) * CHUNK, out.size)):
+        out[n] = mathf.exp(exponent * mathf.log(np.float64(x[n])))
 
 
 @op
 def exp(x):
     """e ** x.   x (...) -> (...)"""
-    out = array_module(x).exp(x)
-    return out, (lambda g: g * out,)
+    out = exp_array(x)
+    return out, (lambda g: mul_wanted(g, out),)
 
 
 @op
 def log(x):
     """The natural logarithm.   x (...) -> (...)"""
-    return array_module(x).log(x), (lambda g: g / x,)
+    return log_array(x), (lambda g: div_backward_x(g, x),)
 
 
 @op
 def sqrt(x):
-    """The square root.   x (...) -> (...)"""
-    out = array_module(x).sqrt(x)
-    return out, (lambda g: g / (2 * out),)
+    """The square root; its gradient at 0 is 0.   x (...) -> (...)"""
+    out = sqrt_array(x)
+    return out, (lambda g: sqrt_backward(g, out),)
 
 
 @op
 def tanh(x):
     """The hyperbolic tangent.   x (...) -> (...)"""
-    out = array_module(x).tanh(x)
-    return out, (lambda g: g * (1 - out * out),)
+    out = tanh_array(x)
+    return out, (lambda g: tanh_backward(g, out),)
 
 
 @op
 def sigmoid(x):
     """1 / (1 + exp(-x)).   x (...) -> (...)"""
-    out = 1 / (1 + array_module(x).exp(-x))
-    return out, (lambda g: g * out * (1 - out),)
+    out = sigmoid_array(x)
+    return out, (lambda g: sigmoid_backward(g, out),)
+
+
+@pointwise
+def mul_wanted(g, slope):
+    return _wanted(g, g * slope)
+
+
+@pointwise
+def exp_array(x):
+    return mathf.exp(x)
+
+
+@pointwise
+def log_array(x):
+    return mathf.log(x)
+
+
+@pointwise
+def sqrt_array(x):
+    return mathf.sqrt(x)
+
+
+@pointwise
+def sqrt_backward(g, out):
+    # d sqrt(x) = 1 / (2 sqrt(x)), and 0 at 0
+    g = choose(out == like(out, 0), out, g)
+    return _wanted(g, g / (out + out))
+
+
+@pointwise
+def tanh_array(x):
+    return mathf.tanh(x)
+
+
+@pointwise
+def tanh_backward(g, out):
+    return g * (like(out, 1) - out * out)
+
+
+@pointwise
+def sigmoid_array(x):
+    return mathf.sigmoid(x)
+
+
+@pointwise
+def sigmoid_backward(g, out):
+    return g * out * (like(out, 1) - out)
+
+
+# --- choices ----------------------------------------------------------------------------------
 
 
 @op
 def relu(x):
     """max(x, 0); the gradient at 0 is 0.   x (...) -> (...)"""
-    keep = x > 0
-    return array_module(x).where(keep, x, x.dtype.type(0)), (lambda g: g * keep,)
+    return relu_forward(x), (lambda g: relu_backward(g, x),)
 
 
-@op
-def silu(x):
-    """x * sigmoid(x).   x (...) -> (...)"""
-    s = 1 / (1 + array_module(x).exp(-x))
-    return x * s, (lambda g: g * s * (1 + x * (1 - s)),)
+@pointwise
+def relu_forward(x):
+    return choose(x < like(x, 0), like(x, 0), x)  # NaN stays
 
 
-@op
-def swiglu(gate, up):
-    """silu(gate) * up, the gate of a SwiGLU block.   gate (...), up (...) -> (...)"""
-    s = 1 / (1 + array_module(gate).exp(-gate))
-    a = gate * s
-    return a * up, (lambda g: g * up * s * (1 + gate * (1 - s)), lambda g: g * a)
-
-
-@op
-def gelu(x, *, approximate="none"):
-    """x * P(X <= x) for a standard normal X; "tanh" uses the usual approximation.
-
-    x (...) -> (...)      Hendrycks & Gimpel 2016, arXiv:1606.08415
-    """
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f'gelu: approximate is "none" or "tanh", not {approximate!r}')
-    return gelu_forward(x, approximate), (lambda g: gelu_backward(g, x, approximate),)
-
-
-@kernel
-def gelu_forward(x, approximate):
-    xp = array_module(x)
-    if approximate == "tanh":
-        return x * (1 + xp.tanh(_K * (x + 0.044715 * x * x * x))) / 2
-    return x * (1 + _erf(x / np.sqrt(2).astype(x.dtype))) / 2
-
-
-@kernel
-def gelu_backward(g, x, approximate):
-    xp = array_module(x)
-    if approximate == "tanh":
-        t = xp.tanh(_K * (x + 0.044715 * x * x * x))
-        return g * ((1 + t) / 2 + x * (1 - t * t) / 2 * _K * (1 + 3 * 0.044715 * x * x))
-    density = xp.exp(-x * x / 2) / _ROOT_TAU
-    return g * ((1 + _erf(x / np.sqrt(2).astype(x.dtype))) / 2 + x * density)
-
-
-_K = float(np.sqrt(2 / np.pi))
-_ROOT_TAU = float(np.sqrt(2 * np.pi))
-
-
-def _erf(x):
-    import math
-
-    return np.vectorize(math.erf, otypes=[x.dtype])(x) if x.size else x.copy()
+@pointwise
+def relu_backward(g, x):
+    return choose(x > like(x, 0), g, like(x, 0))
 
 
 @op
@@ -162,34 +294,47 @@ def where(condition, x, y):
     condition (...), x (...), y (...) -> (...)
     """
     x, y = _pair(x, y)
-    xp = array_module(x)
-    zero = x.dtype.type(0)
-    return xp.where(condition, x, y), (
+    condition = array_module(x).asarray(condition, dtype=bool)
+    return where_arrays(condition, x, y), (
         None,
-        lambda g: xp.where(condition, g, zero),
-        lambda g: xp.where(condition, zero, g),
+        lambda g: where_backward(condition, g),
+        lambda g: where_backward(~condition, g),
     )
+
+
+@pointwise
+def where_arrays(condition, x, y):
+    return choose(condition, x, y)
+
+
+@pointwise
+def where_backward(condition, g):
+    return choose(condition, g, like(g, 0))
 
 
 @op
 def maximum(x, y):
-    """The larger of x and y; where equal, both get half the gradient.   x (...), y (...) -> (...)"""
+    """The larger of x and y; equal ones get half the gradient each.   x (...), y (...) -> (...)"""
     x, y = _pair(x, y)
-    xp = array_module(x)
-    to_x = (x > y) + (x == y) / 2
-    return xp.maximum(x, y), (
-        lambda g: g * to_x.astype(g.dtype),
-        lambda g: g * (1 - to_x).astype(g.dtype),
-    )
+    return maximum_arrays(x, y), lambda g: maximum_backward(g, x, y)
+
+
+@pointwise
+def maximum_arrays(x, y):
+    return mathf.larger(x, y)
+
+
+@pointwise_pair
+def maximum_backward(g, x, y):
+    zero, half = like(g, 0), like(g, 0.5) * g
+    dx = choose(x > y, g, choose(x == y, half, zero))
+    dy = choose(x > y, zero, choose(x == y, half, g))
+    return dx, dy
 
 
 @op
 def cast(x, *, dtype):
     """x in float32 or float64.   x (...) -> (...)"""
+    if np.dtype(dtype) not in FLOATS:
+        raise TypeError(f"cast: float32 or float64 needed, not {np.dtype(dtype)}")
     return x.astype(dtype), (lambda g: g.astype(x.dtype),)
-
-
-@kernel
-def add_arrays(x, y, out):
-    """x + y, into `out` if given (which may be x or y)."""
-    return array_module(x).add(x, y, out=out)
