@@ -2,6 +2,7 @@
 
 from .config import TransformerConfig
 from .decoder import Decoder, DecoderConfig, preset
+from .generate import generate, stream
 from .hf import load_pretrained, save_pretrained
 from .init import lock_init_seed
 from .llama import Transformer

@@ -173,6 +173,10 @@ class Decoder(LanguageModel):
             return self.num_parameters - self.positions.weight.size
         return self.num_parameters
 
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        return self.config.n_layer, self.config.n_head, self.config.head_dim
+
     def hidden(
         self, ids: Any, positions: Any = None, segments: Any = None, cache: Any = None
     ) -> Tensor:

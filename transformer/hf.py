@@ -151,8 +151,8 @@ def save_pretrained(
     """Write a checkpoint folder that `load_pretrained` and transformers open.
 
     `state` holds other arrays than the model's own, under its names (merged adapters); `dtype` is
-    "float32" or "bfloat16", by default the smallest that keeps every value. Either file appears when it is whole.
-    Raises ValueError for a model that no architecture of transformers equals, and for one that
+    "float32" or "bfloat16", by default the smallest that keeps every value. Each file appears
+    when it is whole. Raises ValueError for a model that no architecture of transformers equals, and for one that
     carries adapters when no `state` without them is given.
     """
     if dtype is not None and dtype not in STORAGE:

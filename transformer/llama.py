@@ -118,6 +118,10 @@ class Transformer(LanguageModel):
             self.lm_head.weight = self.model.embed_tokens.weight
         self._rope = RopeTable(config.head_size, config.rope_theta, config.rope_scaling)
 
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        return self.config.num_hidden_layers, self.config.kv_heads, self.config.head_size
+
     def hidden(
         self, ids: Any, positions: Any = None, segments: Any = None, cache: Any = None
     ) -> Tensor:

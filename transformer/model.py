@@ -49,6 +49,11 @@ class LanguageModel(Module):
         """
         raise NotImplementedError
 
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """(layers, key-value heads, head size): what a cache of keys and values must hold."""
+        raise NotImplementedError
+
     def _through(self, blocks: Sequence[Module], x: Tensor, *context: Any) -> Tensor:
         """`x` through the blocks, each called with `context` too."""
         if self.checkpointing is None:
