@@ -6,12 +6,22 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import buffers
 from ..backend import array_module, kernel
+from ..launch import get_num_threads, strided
+from ..random import key_words
 from ..tape import op
+from . import attention_backward as backward
+from . import attention_forward as forward
+from . import attention_plan as plan
+from . import attention_tiles as tiles
+from .dropout import drop_threshold, keep_mask, keep_scale
 
 
 @op
-def attention(q, k, v, *, causal=True, segments=None, window=None, scale=None, dropout=0.0, key=None):
+def attention(
+    q, k, v, *, causal=True, segments=None, window=None, scale=None, dropout=0.0, key=None
+):
     """softmax(scale q k^T) v, each query head h with the key-value head h // (H / G).
 
     q (B, T, H, D), k (B, S, G, D), v (B, S, G, D) -> (B, T, H, D)
@@ -20,15 +30,53 @@ def attention(q, k, v, *, causal=True, segments=None, window=None, scale=None, d
     same segment; segments (B, S) are those of the keys, the queries are its last T; a negative
     segment is padding. A query that sees nothing gives 0. scale is 1 / sqrt(D) if not given.
     """
-    if q.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
-        raise ValueError(f"attention: shapes do not fit: q {q.shape}, k {k.shape}, v {v.shape}")
+    _check(q, k, v, segments, window, dropout, key)
+    if segments is not None:
+        segments = np.ascontiguousarray(segments, np.int64)
     scale = q.dtype.type(q.shape[3] ** -0.5 if scale is None else scale)
-    out, lse = attention_forward(q, k, v, scale, causal, segments, window, dropout, key)
+    options = scale, bool(causal), segments, window, dropout, key
+    if q.size == 0 or k.size == 0:
+        xp = array_module(q)
+        return xp.zeros_like(q), lambda g: tuple(xp.zeros_like(x) for x in (q, k, v))
+    out, lse = attention_forward(q, k, v, *options)
+    return out, lambda g: attention_backward(g, q, k, v, out, lse, *options)
 
-    def vjp(g):
-        return attention_backward(g, q, k, v, out, lse, scale, causal, segments, window, dropout, key)
 
-    return out, vjp
+def _check(q, k, v, segments, window, dropout, key):
+    B, T, H, D = q.shape if q.ndim == 4 else (-1,) * 4
+    if k.ndim != 4 or v.shape != k.shape or k.shape[0] != B or k.shape[3] != D:
+        raise ValueError(
+            "attention: q (B, T, H, D) and k, v (B, S, G, D) needed, "
+            f"given q {q.shape}, k {k.shape}, v {v.shape}"
+        )
+    S, G = k.shape[1:3]
+    if G == 0 or H % G:
+        raise ValueError(
+            f"attention: the {H} query heads must be a multiple of the {G} key-value heads"
+        )
+    if D == 0:
+        raise ValueError("attention: heads of size 0 given, at least 1 needed")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"attention: q, k and v of one type needed, given {q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    if segments is not None:
+        if np.shape(segments) != (B, S) or np.asarray(segments).dtype.kind not in "iu":
+            raise ValueError(
+                f"attention: segments must be integers of shape {(B, S)}, one for each key, given "
+                f"{np.asarray(segments).dtype} of shape {np.shape(segments)}"
+            )
+        if T > S:
+            raise ValueError(
+                f"attention: with segments every query is one of the keys, given {T} queries "
+                f"and {S} keys"
+            )
+    if window is not None and (not isinstance(window, int | np.integer) or window < 1):
+        raise ValueError(f"attention: window must be a positive integer or None, given {window!r}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"attention: dropout must be in [0, 1), given {dropout}")
+    if dropout:
+        key_words(key)
 
 
 def _seen(T, S, causal, segments, window):
@@ -40,7 +88,11 @@ def _seen(T, S, causal, segments, window):
     if window is not None:
         seen &= t - s < window
     if segments is not None:
-        seen = seen & (segments[:, S - T :, None] == segments[:, None, :]) & (segments[:, None, :] >= 0)
+        seen = (
+            seen
+            & (segments[:, S - T :, None] == segments[:, None, :])
+            & (segments[:, None, :] >= 0)
+        )
     return seen
 
 
@@ -48,11 +100,17 @@ def _probabilities(q, k, scale, causal, segments, window):
     xp = array_module(q)
     k = k.repeat(q.shape[2] // k.shape[2], axis=2)
     scores = xp.einsum("bthd,bshd->bhts", q, k) * scale
-    scores = xp.where(xp.asarray(_seen(q.shape[1], k.shape[1], causal, segments, window))[:, None], scores, -xp.inf)
+    scores = xp.where(
+        xp.asarray(_seen(q.shape[1], k.shape[1], causal, segments, window))[:, None],
+        scores,
+        -xp.inf,
+    )
     top = scores.max(axis=-1, keepdims=True)
     e = xp.exp(scores - xp.where(xp.isfinite(top), top, 0))
     total = e.sum(axis=-1, keepdims=True)
-    return e / xp.where(total == 0, 1, total), (xp.log(xp.where(total == 0, 1, total)) + xp.where(xp.isfinite(top), top, 0))[..., 0]
+    return e / xp.where(total == 0, 1, total), (
+        xp.log(xp.where(total == 0, 1, total)) + xp.where(xp.isfinite(top), top, 0)
+    )[..., 0]
 
 
 @kernel(strides=("q", "k", "v"))
@@ -60,8 +118,10 @@ def attention_forward(q, k, v, scale, causal, segments, window, dropout, key):
     """The output, and the log-sum-exp of each query: (B, T, H, D), (B, H, T)."""
     p, lse = _probabilities(q, k, scale, causal, segments, window)
     if dropout:
-        p = p * _dropped(p.shape, dropout, key, q.dtype)
-    return array_module(q).einsum("bhts,bshd->bthd", p, v.repeat(q.shape[2] // v.shape[2], axis=2)), lse
+        p = p * keep_mask(p.shape, dropout, key, q.dtype)
+    return array_module(q).einsum(
+        "bhts,bshd->bthd", p, v.repeat(q.shape[2] // v.shape[2], axis=2)
+    ), lse
 
 
 @kernel(strides=("g", "q", "k", "v"))
@@ -74,7 +134,7 @@ def attention_backward(g, q, k, v, out, lse, scale, causal, segments, window, dr
     dp = xp.einsum("bthd,bshd->bhts", g, v.repeat(H // G, axis=2))
     pv = p
     if dropout:
-        keep = _dropped(p.shape, dropout, key, q.dtype)
+        keep = keep_mask(p.shape, dropout, key, q.dtype)
         dp, pv = dp * keep, p * keep
     ds = p * (dp - (g * out).sum(axis=-1).swapaxes(1, 2)[..., None]) * scale
     dq = xp.einsum("bhts,bshd->bthd", ds, k.repeat(H // G, axis=2))
@@ -83,7 +143,97 @@ def attention_backward(g, q, k, v, out, lse, scale, causal, segments, window, dr
     return dq, dk, dv
 
 
-def _dropped(shape, p, key, dtype):
-    from .dropout import keep_mask
+# --- CPU -----------------------------------------------------------------------------------
 
-    return keep_mask(shape, p, key, dtype)
+
+@attention_forward.cpu
+def attention_forward_cpu(q, k, v, scale, causal, segments, window, dropout, key):
+    B, T, H, D = q.shape
+    S, G = k.shape[1:3]
+    q, k, v = _filled(q), _filled(k), _filled(v)
+    wide, reach = q.shape[3], 0 if causal else plan.FAR
+    window = plan.FAR if window is None else window
+    # Few queries: those of the heads that share their keys are rows of one block.
+    rows = plan.chunk_rows(wide)
+    parts = G if rows >= H // G * T else H
+    if segments is None:
+        items, holes = plan.plain_forward(B, T, S, rows), False
+    else:
+        stretches, holes = plan.runs(B, T, S, segments)
+        items = plan.forward_items(stretches, rows)
+    whole = segments is None or items[:, 2].sum() == B * T
+    new = buffers.empty if whole else buffers.zeros
+    out, lse = new((B, T, H, wide), q.dtype), new((B, H, T), q.dtype)
+    work = _workspace(forward.forward_size(rows, wide), q.dtype)
+    forward.attention_forward_cpu(
+        len(items) * parts, items, parts, strided(q), strided(k), strided(v), *_segments(segments),
+        int(holes), scale, reach, window, *_rule(dropout, key, q.dtype), tiles.blank(q.dtype),
+        work, out, lse,
+    )  # fmt: skip
+    return out if wide == D else np.ascontiguousarray(out[..., :D]), lse
+
+
+@attention_backward.cpu
+def attention_backward_cpu(g, q, k, v, out, lse, scale, causal, segments, window, dropout, key):
+    B, T, H, D = q.shape
+    S, G = k.shape[1:3]
+    g, q, k, v, out = _filled(g), _filled(q), _filled(k), _filled(v), _filled(out)
+    wide, reach = q.shape[3], 0 if causal else plan.FAR
+    window = plan.FAR if window is None else window
+    rows = plan.chunk_rows(wide)
+    if segments is None:
+        squares, queries, keys = plan.plain_backward(B, T, S, rows, reach, window)
+        holes = False
+    else:
+        stretches, holes = plan.runs(B, T, S, segments)
+        squares, queries, keys = plan.backward_squares(stretches, rows, S - T, reach, window)
+    # Each head has sums of its own; they are added after it is done, or at the end.
+    together = 4 * get_num_threads() <= B * G and len(squares) == 1 and rows >= T
+    parts = G if together else H
+    new = buffers.empty if queries == B * T else buffers.zeros
+    dq = new((B, T, H, wide), q.dtype)
+    new = buffers.empty if keys == B * S and not holes else buffers.zeros
+    dk, dv = (new((B, S, parts, wide), q.dtype) for _ in range(2))
+    work = _workspace(backward.backward_size(rows, wide), q.dtype)
+    for wave in squares:
+        backward.attention_backward_cpu(
+            len(wave) * parts, wave, parts, strided(g), strided(q), strided(k), strided(v), out, lse,
+            *_segments(segments), int(holes), scale, reach, window,
+            *_rule(dropout, key, q.dtype), tiles.blank(q.dtype), work, dq, dk, dv,
+        )  # fmt: skip
+    if parts != G:
+        dk, dv = (_sum_heads(x, G) for x in (dk, dv))
+    return tuple(x if wide == D else np.ascontiguousarray(x[..., :D]) for x in (dq, dk, dv))
+
+
+def _sum_heads(x, G):
+    B, S, H, D = x.shape
+    out = buffers.empty((B, S, G, D), x.dtype)
+    backward.sum_heads(B * S, x.reshape(B * S, H, D), out.reshape(B * S, G, D))
+    return out
+
+
+def _filled(x):
+    """x, its last axis filled up with zeros to a multiple of tiles.PAD."""
+    D = x.shape[-1]
+    wide = max(1, -(-D // tiles.PAD)) * tiles.PAD
+    if wide == D:
+        return x
+    out = buffers.zeros((*x.shape[:-1], wide), x.dtype)
+    out[..., :D] = x
+    return out
+
+
+def _segments(segments):
+    return (np.zeros((1, 1), np.int64) if segments is None else segments,)
+
+
+def _rule(dropout, key, dtype):
+    """What the bodies draw dropout by; a threshold of 0 is none."""
+    if not dropout:
+        return 0, 0, 0, dtype.type(1)
+    return *key_words(key), drop_threshold(dropout), keep_scale(dropout, dtype)
+
+
+def _workspace(size, dtype):
+    return buffers.empty((get_num_threads(), size), dtype)
