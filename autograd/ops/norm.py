@@ -1,24 +1,36 @@
 """Normalisation of rows."""
 
-# N rows of C channels; r is 1 / rms or 1 / std, one per row.
+# N rows of C channels; r is 1 / rms or 1 / std, one per row; h are the normalised rows.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+
+from .. import mathf
 from ..backend import array_module, kernel
+from ..buffers import empty
+from ..lanes import fma, keep_first, load, load_first, row_dot, row_sum, splat, tree_sum
+from ..launch import body, device
 from ..tape import op
+from .embedding import widen
+from .reduce import CHAIN, add_chains
 
 
-@op
-def rms_norm(x, weight, *, eps=1e-6):
+@op(needs=True)
+def rms_norm(x, weight, *, eps=1e-6, needs):
     """x r weight, with r = 1 / sqrt(mean(x**2) + eps).   Zhang & Sennrich 2019, arXiv:1910.07467
 
     x (..., C), weight (C) -> (..., C)
+
+    A frozen weight may be bfloat16 bits. Saved for backward: x and one number per row.
     """
-    rows = x.reshape(-1, x.shape[-1])  # (N, C)
+    rows, (weight,) = _rows("rms_norm", x, weight)  # (N, C)
     y, r = rms_norm_forward(rows, weight, eps)  # (N, C), (N,)
 
     def vjp(g):
-        dx, dweight = rms_norm_backward(g.reshape(rows.shape), rows, weight, r)
+        dx, dweight = rms_norm_backward(g.reshape(rows.shape), rows, weight, r, needs[1])
         return dx.reshape(x.shape), dweight  # (..., C), (C,)
 
     return y.reshape(x.shape), vjp
@@ -31,11 +43,11 @@ def rms_norm_forward(x, weight, eps):
 
 
 @kernel
-def rms_norm_backward(g, x, weight, r):
-    # y = x r w and dr/dx = -r**3 x / C, so dx = r (g w) - x r**3 mean(g w x)
-    gw, r = g * weight, r[:, None]
-    dx = r * gw - x * r**3 * (gw * x).mean(axis=1, keepdims=True)
-    return dx, (g * x * r).sum(axis=0)
+def rms_norm_backward(g, x, weight, r, needs_weight):
+    # y = x r w and dr/dx = -r**3 x / C; with h = x r: dx = r (g w - h mean(g w h))
+    h, gw = x * r[:, None], g * weight
+    dx = r[:, None] * (gw - h * (gw * h).mean(axis=1, keepdims=True))
+    return dx, (g * h).sum(axis=0) if needs_weight else None
 
 
 @op
@@ -44,7 +56,7 @@ def layer_norm(x, weight, bias=None, *, eps=1e-5):
 
     x (..., C), weight (C), bias (C) -> (..., C)
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows, (weight, bias) = _rows("layer_norm", x, weight, bias)
     y, mean, r = layer_norm_forward(rows, weight, bias, eps)
 
     def vjp(g):
@@ -67,5 +79,171 @@ def layer_norm_forward(x, weight, bias, eps):
 def layer_norm_backward(g, x, weight, mean, r):
     # with h = (x - mean) r: dx = r (g w - mean(g w) - h mean(g w h))
     h, gw = (x - mean[:, None]) * r[:, None], g * weight
-    dx = r[:, None] * (gw - gw.mean(axis=1, keepdims=True) - h * (gw * h).mean(axis=1, keepdims=True))
+    dx = r[:, None] * (
+        gw - gw.mean(axis=1, keepdims=True) - h * (gw * h).mean(axis=1, keepdims=True)
+    )
     return dx, (g * h).sum(axis=0), g.sum(axis=0)
+
+
+def _rows(name, x, *weights):
+    """x as rows, and the weights in its type."""
+    C = x.shape[-1] if x.ndim else 0
+    if not C:
+        raise ValueError(f"{name}: rows of at least one element needed, given an x of {x.shape}")
+    for w in weights:
+        if w is not None and w.shape != (C,):
+            raise ValueError(f"{name}: x {x.shape} needs a weight {(C,)}, given {w.shape}")
+    widened = [widen(w) if w is not None and w.dtype == "uint16" else w for w in weights]
+    return x.reshape(math.prod(x.shape[:-1]), C), [
+        w if w is None else w.astype(x.dtype, copy=False) for w in widened
+    ]
+
+
+# --- CPU -----------------------------------------------------------------------------------
+
+# Sums along a row in 16 lanes, products by fma. Weight gradients: chains of 64 rows from +0,
+# then the chains ascending. An index owns one such block of rows.
+
+
+@rms_norm_forward.cpu
+def rms_norm_forward_cpu(x, weight, eps):
+    y, r = empty(x.shape, x.dtype), empty(len(x), x.dtype)
+    _rms_forward(-(-len(x) // BLOCK), x, weight, x.dtype.type(eps), y, r)
+    return y, r
+
+
+BLOCK = 16  # rows per index of a forward pass
+
+
+@body
+def _rms_forward(i, x, weight, eps, y, r):
+    N, C = x.shape
+    for n in range(i * BLOCK, min((i + 1) * BLOCK, N)):
+        row, to = x[n], y[n]
+        mean = row_dot(row, row) / x.dtype.type(C)
+        scale = x.dtype.type(1) / mathf.sqrt(mean + eps)
+        r[n] = scale
+        for c in range(C):
+            to[c] = row[c] * scale * weight[c]
+
+
+@rms_norm_backward.cpu
+def rms_norm_backward_cpu(g, x, weight, r, needs_weight):
+    dx, parts = empty(x.shape, x.dtype), _parts(x)
+    _rms_backward(-(-len(x) // CHAIN), g, x, weight, r, needs_weight, dx, parts[0])
+    return dx, add_chains(parts, None)[0] if needs_weight else None
+
+
+def _parts(x):
+    """Room for one sum over each chain of rows; of no rows it is 0."""
+    N, C = x.shape
+    parts = empty((1, max(-(-N // CHAIN), 1), C), x.dtype)
+    if not N:
+        parts.fill(0)
+    return parts
+
+
+@body
+def _rms_backward(i, g, x, weight, r, needs_weight, dx, parts):
+    N, C = x.shape
+    part = parts[i]
+    part[:] = 0
+    for n in range(i * CHAIN, min((i + 1) * CHAIN, N)):
+        g_row, row, to, scale = g[n], x[n], dx[n], r[n]
+        mean = _sum_gwh(g_row, weight, row, x.dtype.type(0), scale) / x.dtype.type(C)
+        for c in range(C):
+            h = row[c] * scale
+            to[c] = scale * (g_row[c] * weight[c] - h * mean)
+        if needs_weight:
+            for c in range(C):
+                part[c] = fma(g_row[c], row[c] * scale, part[c])
+
+
+@device
+def _sum_gwh(g, weight, x, mean, scale):
+    """The sum of g weight h along a row, with h = (x - mean) scale."""
+    C, zero = np.int64(x.size), splat(x.dtype.type(0))
+    total = zero
+    whole = C - C % 16
+    for c in range(0, whole, 16):
+        h = (load(x, c) - mean) * scale
+        total = fma(load(g, c) * load(weight, c), h, total)
+    if whole < C:
+        n = C - whole
+        h = (load_first(x, whole, n, zero) - mean) * scale
+        gw = load_first(g, whole, n, zero) * load_first(weight, whole, n, zero)
+        total = keep_first(n, fma(gw, h, total), total)
+    return tree_sum(total)
+
+
+@layer_norm_forward.cpu
+def layer_norm_forward_cpu(x, weight, bias, eps):
+    N, (y, mean, r) = len(x), (empty(s, x.dtype) for s in (x.shape, len(x), len(x)))
+    has_bias = bias is not None
+    _layer_forward(
+        -(-N // BLOCK),
+        x,
+        weight,
+        bias if has_bias else weight,
+        has_bias,
+        x.dtype.type(eps),
+        y,
+        mean,
+        r,
+    )
+    return y, mean, r
+
+
+@body
+def _layer_forward(i, x, weight, bias, has_bias, eps, y, mean, r):
+    N, C = x.shape
+    for n in range(i * BLOCK, min((i + 1) * BLOCK, N)):
+        row, to = x[n], y[n]
+        m = row_sum(row) / x.dtype.type(C)
+        scale = x.dtype.type(1) / mathf.sqrt(_sum_of_squares(row, m) / x.dtype.type(C) + eps)
+        mean[n], r[n] = m, scale
+        for c in range(C):
+            to[c] = (row[c] - m) * scale * weight[c]
+        if has_bias:
+            for c in range(C):
+                to[c] += bias[c]
+
+
+@device
+def _sum_of_squares(x, mean):
+    """The sum of (x - mean)**2 along a row."""
+    C, zero = np.int64(x.size), splat(x.dtype.type(0))
+    total = zero
+    whole = C - C % 16
+    for c in range(0, whole, 16):
+        d = load(x, c) - mean
+        total = fma(d, d, total)
+    if whole < C:
+        d = load_first(x, whole, C - whole, zero) - mean
+        total = keep_first(C - whole, fma(d, d, total), total)
+    return tree_sum(total)
+
+
+@layer_norm_backward.cpu
+def layer_norm_backward_cpu(g, x, weight, mean, r):
+    dx, dweight, dbias = empty(x.shape, x.dtype), _parts(x), _parts(x)
+    _layer_backward(-(-len(x) // CHAIN), g, x, weight, mean, r, dx, dweight[0], dbias[0])
+    return dx, add_chains(dweight, None)[0], add_chains(dbias, None)[0]
+
+
+@body
+def _layer_backward(i, g, x, weight, mean, r, dx, dweight, dbias):
+    N, C = x.shape
+    weight_part, bias_part = dweight[i], dbias[i]
+    weight_part[:] = 0
+    bias_part[:] = 0
+    for n in range(i * CHAIN, min((i + 1) * CHAIN, N)):
+        g_row, row, to, m, scale = g[n], x[n], dx[n], mean[n], r[n]
+        mean_gw = row_dot(g_row, weight) / x.dtype.type(C)
+        mean_gwh = _sum_gwh(g_row, weight, row, m, scale) / x.dtype.type(C)
+        for c in range(C):
+            h = (row[c] - m) * scale
+            to[c] = scale * (g_row[c] * weight[c] - mean_gw - h * mean_gwh)
+        for c in range(C):
+            weight_part[c] = fma(g_row[c], (row[c] - m) * scale, weight_part[c])
+            bias_part[c] += g_row[c]
