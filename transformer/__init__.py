@@ -1,5 +1,6 @@
 """Transformer blocks and whole models, their files, and generation."""
 
+from .apr import load_apr, save_apr
 from .config import TransformerConfig
 from .decoder import Decoder, DecoderConfig, preset
 from .generate import generate, stream

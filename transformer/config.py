@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import InitVar, asdict, dataclass, fields
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+# What the fields of an APR file cannot say; they get keys of their own there.
+APR_EXTRA = (
+    "rope_scaling",
+    "attention_bias",
+    "o_bias",
+    "mlp_bias",
+    "qk_norm",
+    "qk_norm_eps",
+    "sliding_window",
+    "layer_types",
+    "tie_word_embeddings",
+)
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -45,15 +58,8 @@ class TransformerConfig:
     architecture: str = "decoder"
     hf_architecture: str | None = None
     hf_model_type: str | None = None
-    num_key_value_heads: InitVar[int | None] = None
 
-    def __post_init__(self, num_key_value_heads: int | None) -> None:
-        if num_key_value_heads is not None:
-            if self.num_kv_heads not in (None, num_key_value_heads):
-                _refuse(
-                    "num_kv_heads", self.num_kv_heads, f"num_key_value_heads, {num_key_value_heads}"
-                )
-            object.__setattr__(self, "num_kv_heads", num_key_value_heads)
+    def __post_init__(self) -> None:
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_attention_heads)
         for name in ("hidden_size", "num_attention_heads", "num_kv_heads", "intermediate_size"):
@@ -102,6 +108,11 @@ class TransformerConfig:
             _refuse("sliding_window", None, 'a width, for the layers called "sliding_attention"')
 
     # --- derived sizes ---
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """`num_kv_heads` under the name that Hugging Face gives it."""
+        return self.kv_heads
 
     @property
     def kv_heads(self) -> int:
@@ -192,7 +203,16 @@ class TransformerConfig:
             return None
         hidden, heads, layers, vocab, inter = (int(metadata[name]) for name in need)
         name = str(metadata.get("architecture") or "").lower()
-        encoder = "bert" in name  # roberta too
+        qwen3 = name.startswith("qwen3")
+        more: dict[str, Any] = {
+            "rms_norm_eps": metadata.get("rms_norm_eps"),
+            "rope_theta": metadata.get("rope_theta"),
+            "head_dim": metadata.get("head_dim") or (128 if qwen3 else None),
+            "attention_bias": name.startswith("qwen2"),
+            "qk_norm": qwen3,
+            "architecture": "encoder" if "bert" in name else "decoder",  # roberta too
+        }
+        more |= {field: metadata[field] for field in APR_EXTRA if field in metadata}
         return cls(
             hidden_size=hidden,
             num_attention_heads=heads,
@@ -201,12 +221,7 @@ class TransformerConfig:
             num_hidden_layers=layers,
             vocab_size=vocab,
             max_position_embeddings=int(metadata.get("max_position_embeddings") or 32768),
-            rms_norm_eps=float(metadata.get("rms_norm_eps") or 1e-6),
-            rope_theta=float(metadata.get("rope_theta") or 10000.0),
-            head_dim=128 if name.startswith("qwen3") else None,
-            attention_bias=name.startswith("qwen2"),
-            qk_norm=name.startswith("qwen3"),
-            architecture="encoder" if encoder else "decoder",
+            **{field: value for field, value in more.items() if value is not None},
         )
 
     @classmethod
@@ -272,7 +287,22 @@ class TransformerConfig:
         return cls._preset("codebert")
 
 
-TransformerConfig.num_key_value_heads = property(lambda self: self.num_kv_heads)  # pyright: ignore
+def _with_alias(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor, with `num_key_value_heads` accepted for `num_kv_heads`."""
+
+    @functools.wraps(init)
+    def __init__(self: TransformerConfig, **values: Any) -> None:  # noqa: N807
+        if "num_key_value_heads" in values:
+            alias = values.pop("num_key_value_heads")
+            if values.setdefault("num_kv_heads", alias) != alias:
+                need = f"num_key_value_heads, which is {alias}"
+                _refuse("num_kv_heads", values["num_kv_heads"], need)
+        init(self, **values)
+
+    return __init__
+
+
+TransformerConfig.__init__ = _with_alias(TransformerConfig.__init__)
 
 _QWEN2 = {"rope_theta": 1e6, "attention_bias": True}
 _QWEN3 = {"rope_theta": 1e6, "qk_norm": True}

@@ -152,8 +152,8 @@ def save_pretrained(
 
     `state` holds other arrays than the model's own, under its names (merged adapters); `dtype` is
     "float32" or "bfloat16", by default the smallest that keeps every value. Each file appears
-    when it is whole. Raises ValueError for a model that no architecture of transformers equals, and for one that
-    carries adapters when no `state` without them is given.
+    when it is whole. Raises ValueError for a model that no architecture of transformers equals,
+    and for one that carries adapters when no `state` without them is given.
     """
     if dtype is not None and dtype not in STORAGE:
         raise ValueError(f'save_pretrained: dtype is "float32" or "bfloat16", not {dtype!r}')
