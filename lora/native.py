@@ -1,0 +1,203 @@
+"""Adapters in files of our own: one safetensors file, its config beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..autograd import Tensor
+from ..transformer.module import Module, check_names, check_shapes
+from ..transformer.safetensors_io import TensorFile, atomic_file, write_safetensors
+from .apply import apply_lora, lora_config, lora_modules, saved_modules
+from .config import LoRAConfig
+from .linear import LoRALinear
+from .targets import resolve_saved, resolve_targets
+
+ADAPTER_FILE = "adapter.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def save_adapter(
+    model: Module, path: str | os.PathLike[str], config: LoRAConfig | None = None
+) -> Path:
+    """Write the adapter to the file `path`, and its config to adapter_config.json beside it.
+
+    Keys are `{module}.lora_A.{slice}`, `{module}.lora_B.{slice}`, for DoRA also
+    `{module}.lora_magnitude_vector.{slice}`, with the module's path in the base model, and the
+    paths of what modules_to_save trains. The file holds the config too, so that a config of
+    another adapter in the same folder is noticed.
+    """
+    tensors = {name: p.data for name, p in _adapter_tensors(model)}
+    if not tensors:
+        raise ValueError("model has no LoRA adapters to save")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = config_text(config or lora_config(model))
+    write_safetensors(path, tensors, {"format": "afinar-lora", "config": text})
+    write_text(path.with_name(ADAPTER_CONFIG), text)
+    return path
+
+
+def load_adapter(model: Module, path: str | os.PathLike[str]) -> LoRAConfig:
+    """Put the adapter of the file `path` (or of the folder) onto a plain model; returns its config.
+
+    Names and shapes must be exactly those that the config means on this model: else a ValueError
+    names what is missing, unexpected or of another shape, and the model stays as it is.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / ADAPTER_FILE
+    config_path = path.with_name(ADAPTER_CONFIG)
+    text = config_path.read_text("utf-8")
+    config = _config_from(config_path, text)
+    file = TensorFile(path)
+    if file.metadata.get("config", text) != text:
+        raise ValueError(f"{config_path} is not the config that {path.name} was saved with")
+    wanted = _wanted_shapes(model, config)
+    check_names(f"load_adapter {path}", wanted, file.entries)
+    check_shapes(f"load_adapter {path}", wanted, {n: e.shape for n, e in file.entries.items()})
+    arrays = {name: file.read(name, "F32") for name in wanted}
+    apply_lora(model, config)
+    fill_adapter(model, arrays)
+    return config
+
+
+def fill_adapter(model: Module, arrays: Mapping[str, Any]) -> None:
+    """Put arrays, by their native keys, into the trained tensors."""
+    for name, p in _adapter_tensors(model):
+        p.data = np.ascontiguousarray(arrays[name], p.dtype)
+
+
+def _adapter_tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
+    for name, module in lora_modules(model):
+        for key, factors in (
+            ("lora_A", module.a),
+            ("lora_B", module.b),
+            ("lora_magnitude_vector", module.m),
+        ):
+            yield from ((f"{name}.{key}.{n}", p) for n, p in enumerate(factors))
+    for name, module in saved_modules(model):
+        yield from ((f"{name}.{key}", p) for key, p in module.named_parameters())
+
+
+def _wanted_shapes(model: Module, config: LoRAConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the adapter that `config` makes on a plain model."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, slices in resolve_targets(model, config).items():
+        inputs = model.get_module(name).weight.shape[1]
+        for n, s in enumerate(slices):
+            wanted[f"{name}.lora_A.{n}"] = (s.r, inputs)
+            wanted[f"{name}.lora_B.{n}"] = (s.stop - s.start, s.r)
+            if config.use_dora:
+                wanted[f"{name}.lora_magnitude_vector.{n}"] = (s.stop - s.start,)
+    for name in resolve_saved(model, config):
+        for key, p in model.get_module(name).named_parameters():
+            wanted[f"{name}.{key}"] = p.shape
+    return wanted
+
+
+def config_text(config: LoRAConfig) -> str:
+    """The config as the text of its file."""
+    return json.dumps(config.to_dict(), indent=2) + "\n"
+
+
+def _config_from(path: Path, text: str) -> LoRAConfig:
+    values = read_json(path, text)
+    refuse_mlx(path, values)
+    if "peft_type" in values:
+        raise ValueError(f"{path} is a PEFT adapter; load it with load_adapter_peft")
+    known = [f.name for f in fields(LoRAConfig)]
+    if unknown := [name for name in values if name not in known]:
+        raise ValueError(f"{path}: unknown fields {unknown}; known: {known}")
+    return LoRAConfig(**values)
+
+
+def read_json(path: Path, text: str | None = None) -> dict[str, Any]:
+    """The object in a JSON file; ValueError if there is none."""
+    try:
+        values = json.loads(path.read_text("utf-8") if text is None else text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: an object needed, given {type(values).__name__}")
+    return values
+
+
+def refuse_mlx(path: Path, values: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a config is that of an mlx-lm adapter."""
+    if "lora_parameters" in values or "fine_tune_type" in values:
+        raise ValueError(
+            f"{path} is an mlx-lm adapter: its factors are transposed and its scale is not "
+            "alpha / r, so that it would be misread; convert it to PEFT's format first"
+        )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file that appears under its name when it is whole."""
+    with atomic_file(path) as f:
+        f.write(text.encode())
+
+
+# --- one layer as JSON ---------------------------------------------------------------------
+
+
+def layer_to_json(layer: LoRALinear) -> str:
+    """One adapted matrix as JSON: version, rank, alpha, d_out, d_in, scale, lora_a, lora_b.
+
+    The factors are flat lists, row by row. A layer of several slices, or with DoRA, has no such
+    form: ValueError.
+    """
+    if len(layer.slices) != 1 or layer.m:
+        raise ValueError("layer_to_json: one plain pair of factors needed")
+    a, b = layer.a[0].data, layer.b[0].data
+    values = {
+        "version": "1.0",
+        "rank": layer.r,
+        "alpha": layer.alphas[0],
+        "d_out": len(b),
+        "d_in": a.shape[1],
+        "scale": layer.scale,
+        "lora_a": a.reshape(-1).tolist(),
+        "lora_b": b.reshape(-1).tolist(),
+    }
+    return json.dumps(values) + "\n"
+
+
+def layer_from_json(text: str, base: Module) -> LoRALinear:
+    """The adapted layer that `layer_to_json` wrote, on the layer `base`, its scale as saved.
+
+    ValueError for another version, and for sizes that do not fit each other or the base.
+    """
+    try:
+        v = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"layer_from_json: not JSON ({error})") from None
+    if v.get("version") != "1.0":
+        raise ValueError(f"Unsupported adapter version: {v.get('version')}")
+    names = ("rank", "alpha", "d_out", "d_in", "scale", "lora_a", "lora_b")
+    if missing := [name for name in names if name not in v]:
+        raise ValueError(f"layer_from_json: missing {missing}")
+    R, O, I = v["rank"], v["d_out"], v["d_in"]  # noqa: E741
+    if base.weight.shape != (O, I):
+        raise ValueError(f"layer_from_json: the base is {base.weight.shape}, the adapter {(O, I)}")
+    if len(v["lora_a"]) != R * I or len(v["lora_b"]) != O * R:
+        raise ValueError(
+            f"layer_from_json: rank {R} on {(O, I)} needs {R * I} and {O * R} values, "
+            f"given {len(v['lora_a'])} and {len(v['lora_b'])}"
+        )
+    rank_stabilised = not math.isclose(v["scale"], v["alpha"] / R, rel_tol=1e-6)
+    if rank_stabilised and not math.isclose(v["scale"], v["alpha"] / math.sqrt(R), rel_tol=1e-6):
+        raise ValueError(
+            f"layer_from_json: the scale {v['scale']} is neither alpha / r nor alpha / sqrt(r)"
+        )
+    layer = LoRALinear(base, R, v["alpha"], use_rslora=rank_stabilised)
+    layer.a[0].data = np.array(v["lora_a"], layer.dtype).reshape(R, I)
+    layer.b[0].data = np.array(v["lora_b"], layer.dtype).reshape(O, R)
+    return layer
