@@ -329,7 +329,8 @@ def _guard(vjp: Vjp) -> tuple[int, ...]:
             if key in _guarded:
                 _guarded[key][1] += 1
                 keys.append(key)
-            elif array.flags.writeable:
+            elif array.flags.writeable and isinstance(array.base, np.ndarray | None):
+                # memory of others (a buffer, a torch tensor) could not be made writable again
                 array.flags.writeable = False
                 _guarded[key] = [array, 1]
                 keys.append(key)
