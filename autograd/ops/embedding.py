@@ -45,8 +45,7 @@ def as_ids(op_name, noun, ids, V, ignored=None):
                 f"{op_name}: {noun} {int(ids[where])} at index {where} is not in 0 .. {V - 1}"
                 f"{aside}"
             )
-    xp = array_module(ids)
-    return xp.ascontiguousarray(ids.astype(np.int64, copy=False))
+    return ids.astype(np.int64, order="C", copy=False)
 
 
 @kernel

@@ -34,13 +34,12 @@ def cross_entropy(logits, targets, *, ignore_index=-100, reduction="mean"):
         raise ValueError(f"cross_entropy: logits (..., V) needed, given shape {logits.shape}")
     V = logits.shape[-1]
     labels, count = _labels("cross_entropy", logits, targets, V, ignore_index, reduction)
-    rows = logits.reshape(-1, V)
+    rows, shape = logits.reshape(-1, V), logits.shape
     total, stats = cross_entropy_forward(rows, labels, ignore_index)
 
     def dlogits(g):
-        return cross_entropy_backward(g / count, rows, labels, stats, ignore_index).reshape(
-            logits.shape
-        )
+        d = cross_entropy_backward(g / count, rows, labels, stats, ignore_index)
+        return d.reshape(shape)
 
     return _loss(logits, total, count), (dlogits, None)
 
@@ -69,11 +68,12 @@ def linear_cross_entropy(
     total, *grads = linear_cross_entropy_rows(
         x.reshape(-1, C), weight, labels, bias, ignore_index, scale, needs
     )
-    kept = [grads]  # in a list: what a vjp captures is read-only, and these will be handed on
+    # in a list: what a vjp captures is read-only, and these will be handed on
+    kept, shape = [grads], x.shape
 
     def vjp(g):
         dx, dweight, dbias = (None if d is None else scaled(d, g) for d in kept.pop())
-        return None if dx is None else dx.reshape(x.shape), dweight, None, dbias
+        return None if dx is None else dx.reshape(shape), dweight, None, dbias
 
     return _loss(x, total, count), vjp
 

@@ -21,23 +21,23 @@ from ..tape import op
 @op
 def softmax(x):
     """exp(x) / sum(exp(x)) over the last axis.   x (..., V) -> (..., V)"""
-    y = softmax_rows(_rows("softmax", x))
+    y, shape = softmax_rows(_rows("softmax", x)), x.shape
 
     def vjp(g):
-        return softmax_backward(g.reshape(y.shape), y).reshape(x.shape)
+        return softmax_backward(g.reshape(y.shape), y).reshape(shape)
 
-    return y.reshape(x.shape), (vjp,)
+    return y.reshape(shape), (vjp,)
 
 
 @op
 def log_softmax(x):
     """log(softmax(x)) over the last axis.   x (..., V) -> (..., V)"""
-    y = log_softmax_rows(_rows("log_softmax", x))
+    y, shape = log_softmax_rows(_rows("log_softmax", x)), x.shape
 
     def vjp(g):
-        return log_softmax_backward(g.reshape(y.shape), y).reshape(x.shape)
+        return log_softmax_backward(g.reshape(y.shape), y).reshape(shape)
 
-    return y.reshape(x.shape), (vjp,)
+    return y.reshape(shape), (vjp,)
 
 
 def _rows(op_name, x):
