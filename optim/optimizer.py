@@ -181,15 +181,22 @@ def moments_sha256(step_count: int, first: list[Any], second: list[Any]) -> str:
 
 
 def weights_sha256(model: Any) -> str:
-    """SHA-256 of all weights of a model, trained or not.
+    """SHA-256 of all weights of a model, trained or not: of `model.named_parameters()`.
 
-    The byte stream: `afinar:weights:v1`, the number of parameters as u64; then for each of
-    `model.named_parameters()`, in that order: the length of its name as u64 and the name in
-    UTF-8, the same for the name of its type ("float32", "float64", "uint16": bfloat16 bits), the
-    number of axes and each length as u64, and its numbers in C order. All little endian. A tied
-    weight appears once.
+    The byte stream is that of `tensors_sha256`. A tied weight appears once.
     """
-    named = list(model.named_parameters())
+    return tensors_sha256(model.named_parameters())
+
+
+def tensors_sha256(named: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 of named tensors in the given order.
+
+    The byte stream: `afinar:weights:v1`, the number of tensors as u64; then for each the length
+    of its name as u64 and the name in UTF-8, the same for the name of its type ("float32",
+    "float64", "uint16": bfloat16 bits), the number of axes and each length as u64, and its
+    numbers in C order. All little endian.
+    """
+    named = list(named)
     sha = hashlib.sha256(b"afinar:weights:v1" + len(named).to_bytes(8, "little"))
     for name, tensor in named:
         for text in (name.encode(), tensor.dtype.name.encode()):

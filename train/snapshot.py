@@ -1,0 +1,329 @@
+"""Saved state: a folder of snapshots from which training goes on with the same bits.
+
+    snapshots/step-00000120/weights.safetensors   what is trained
+                            moments.safetensors   `first.NAME`, `second.NAME`
+                            state.json            everything else, and the hash of each file
+    snapshots/last, snapshots/best                the name of one of them
+
+A snapshot takes its name when it is whole and on the disk, so a kill leaves the ones before. Frozen
+weights are not saved; their hash is. There is no pickle here: loading cannot run code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..optim.optimizer import tensors_sha256, weights_sha256
+from ..transformer.module import check_names, check_shapes
+from ..transformer.safetensors_io import TensorFile, atomic_file, write_safetensors
+from .trainer import TransformerTrainer
+
+FORMAT = "afinar-snapshot-1"
+# Settings that may differ on resume: they do not change what is computed.
+HARMLESS = (
+    "log_interval",
+    "save_interval",
+    "checkpoint_dir",
+    "profile_interval",
+    "device",
+    "checkpoint_config",
+    "max_overflows",
+)
+
+
+@dataclass
+class Snapshot:
+    """What was read: the folder, `more` as it was saved, and remarks worth showing."""
+
+    path: Path
+    state: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """What `save_snapshot` was given beside the trainer."""
+        return self.state["more"]
+
+
+class DamagedError(ValueError):
+    """A snapshot that is not what was written."""
+
+
+# --- saving --------------------------------------------------------------------------------
+
+
+def save_snapshot(
+    folder: str | os.PathLike[str],
+    trainer: TransformerTrainer,
+    more: dict[str, Any] | None = None,
+    *,
+    keep: int = 3,
+    best: bool = False,
+) -> Path:
+    """Save the trainer into `folder`, with `more` (JSON values) beside it.
+
+    State is that of the begun window's start. The last `keep` snapshots stay, and the one that
+    `best` marked last. RuntimeError if it cannot be written; the snapshots before are then intact.
+    """
+    if keep < 1:
+        raise ValueError(f"save_snapshot: at least 1 snapshot must be kept, given {keep}")
+    folder = Path(folder)
+    target = folder / f"step-{trainer.windows:08}"
+    temporary = folder / f".{target.name}.{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(".*.tmp"):  # of a run that was killed
+            shutil.rmtree(left)
+        temporary.mkdir()
+        _write(temporary, trainer, more or {})
+        _replace(temporary, target)
+        _name(folder, "last", target.name)
+        if best:
+            _name(folder, "best", target.name)
+        _prune(folder, keep)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RuntimeError(
+            f"the snapshot {target} cannot be written ({error.strerror or error}); "
+            "those before it are intact"
+        ) from error
+    return target
+
+
+def _write(folder: Path, trainer: TransformerTrainer, more: dict[str, Any]) -> None:
+    model, optimizer = trainer.model, trainer.optimizer
+    names = {id(p): name for name, p in model.named_parameters()}
+    weights = {names[id(p)]: p.data for p in optimizer.params}
+    moments = {
+        f"{slot}.{names[id(p)]}": a
+        for slot, arrays in (
+            ("first", optimizer.first_moments),
+            ("second", optimizer.second_moments),
+        )
+        for p, a in zip(optimizer.params, arrays, strict=False)
+        if a is not None
+    }
+    write_safetensors(folder / "weights.safetensors", weights)
+    write_safetensors(folder / "moments.safetensors", moments)
+    state = {
+        "format": FORMAT,
+        "version": importlib.metadata.version("afinar"),
+        "trainer": trainer.state_dict(),
+        "optimizer": {"step_count": optimizer.step_count, "lr": optimizer.lr},
+        "schedule": [type(trainer.schedule).__name__, _plain(trainer.schedule)],
+        "rng": {"seed": trainer.config.seed, "window": trainer.windows},
+        "config": _plain(trainer.config),
+        "model": _plain(model.config),
+        "frozen_sha256": _frozen_sha256(trainer),
+        "digests": {"weights": weights_sha256(model), "optimizer": optimizer.state_sha256()},
+        "files": {p.name: _file_sha256(p) for p in sorted(folder.glob("*.safetensors"))},
+        "more": more,
+    }
+    text = json.dumps(state, indent=1, default=_json_value)
+    whole = {"sha256": _sha256(text.encode()), "state": text}
+    with atomic_file(folder / "state.json") as f:
+        f.write(json.dumps(whole).encode())
+
+
+def _plain(config: Any) -> Any:
+    """A dataclass as JSON values."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = dataclasses.asdict(config)
+    return json.loads(json.dumps(config, default=_json_value))
+
+
+def _json_value(value: Any) -> Any:
+    return str(value)
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    if target.exists():  # written before the run went back to an earlier one, or damaged
+        old = target.with_name(f".{target.name}.old.tmp")
+        target.rename(old)
+        temporary.rename(target)
+        shutil.rmtree(old)
+    else:
+        temporary.rename(target)
+    _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _name(folder: Path, name: str, target: str) -> None:
+    with atomic_file(folder / name) as f:
+        f.write(target.encode())
+
+
+def _prune(folder: Path, keep: int) -> None:
+    best = _named(folder, "best")
+    for path in list_snapshots(folder)[:-keep]:
+        if path != best:
+            gone = path.with_name(f".{path.name}.old.tmp")
+            path.rename(gone)  # at once: a half-deleted snapshot has no name
+            shutil.rmtree(gone)
+
+
+def _named(folder: Path, name: str) -> Path | None:
+    with contextlib.suppress(OSError):
+        return folder / (folder / name).read_text()
+    return None
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _file_sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _frozen_sha256(trainer: TransformerTrainer) -> str:
+    trained = {id(p) for p in trainer.optimizer.params}
+    frozen = [(n, p) for n, p in trainer.model.named_parameters() if id(p) not in trained]
+    return tensors_sha256(frozen)
+
+
+# --- loading -------------------------------------------------------------------------------
+
+
+def list_snapshots(folder: str | os.PathLike[str]) -> list[Path]:
+    """The snapshots in a folder, oldest first."""
+    return sorted(p for p in Path(folder).glob("step-*") if p.name[5:].isdigit())
+
+
+def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
+    """What a snapshot says of itself; ValueError if any of its bytes is not what was written."""
+    path = Path(path)
+    try:
+        whole = json.loads((path / "state.json").read_bytes())
+        if whole["sha256"] != _sha256(whole["state"].encode()):
+            raise DamagedError(f"{path / 'state.json'} is not what was written")
+        state = json.loads(whole["state"])
+        if state["format"] != FORMAT:
+            raise DamagedError(
+                f"{path} is a snapshot of the format {state['format']}, not {FORMAT}"
+            )
+        for name, sha in state["files"].items():
+            if _file_sha256(path / name) != sha:
+                raise DamagedError(f"{path / name} is not what was written")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, DamagedError):
+            raise
+        raise DamagedError(f"{path} is not a whole snapshot: {error}") from None
+    return Snapshot(path, state)
+
+
+def load_snapshot(
+    path: str | os.PathLike[str], trainer: TransformerTrainer, which: str = "last"
+) -> Snapshot:
+    """Put the trainer where the snapshot was taken.
+
+    `path` is one snapshot or a folder of them; of a folder, `which` names the "last" or the
+    "best". A damaged last one is passed over for the one before, which `notes` and a warning say.
+    Raises ValueError, before anything is changed, if there is none, or if it is of another model,
+    other frozen weights, or of settings that compute something else.
+    """
+    snapshot = _find(Path(path), which)
+    _compare(snapshot, trainer)
+    for note in snapshot.notes:
+        warnings.warn(note, RuntimeWarning, 2)
+    _install(snapshot, trainer)
+    return snapshot
+
+
+def _find(path: Path, which: str) -> Snapshot:
+    if (path / "state.json").exists():
+        return read_snapshot(path)
+    if which not in ("last", "best"):
+        raise ValueError(f'load_snapshot: which is "last" or "best", not {which!r}')
+    candidates = list_snapshots(path)[::-1]
+    if which == "best":
+        best = _named(path, "best")
+        candidates = [p for p in candidates if p == best]
+    if not candidates:
+        raise ValueError(f"{path} holds no {which} snapshot")
+    notes: list[str] = []
+    for candidate in candidates:
+        try:
+            snapshot = read_snapshot(candidate)
+        except DamagedError as error:
+            notes.append(str(error))
+            continue
+        if notes:
+            notes.append(f"{candidate.name} is used instead")
+        snapshot.notes += notes
+        return snapshot
+    raise ValueError(f"{path} holds no usable snapshot: {'; '.join(notes)}")
+
+
+def _compare(snapshot: Snapshot, trainer: TransformerTrainer) -> None:
+    state = snapshot.state
+    theirs, ours = state["config"], _plain(trainer.config)
+    changed = [
+        name
+        for name in sorted(theirs.keys() | ours.keys())
+        if name != "model_config" and theirs.get(name) != ours.get(name)
+    ]
+    serious = [name for name in changed if name not in HARMLESS]
+    if serious:
+        raise ValueError(
+            f"{snapshot.path} was saved with other settings: "
+            + ", ".join(f"{n} was {theirs.get(n)}, is {ours.get(n)}" for n in serious)
+        )
+    for name in changed:
+        snapshot.notes.append(f"{name} was {theirs.get(name)}, is {ours.get(name)}")
+    model = _plain(trainer.model.config)
+    if state["model"] != model:
+        fields = [n for n in state["model"] if state["model"][n] != model.get(n)]
+        raise ValueError(
+            f"{snapshot.path} is of another model: "
+            + ", ".join(f"{n} was {state['model'][n]}, is {model.get(n)}" for n in fields)
+        )
+    if state["frozen_sha256"] != _frozen_sha256(trainer):
+        raise ValueError(f"{snapshot.path} was trained on other frozen weights than this model has")
+
+
+def _install(snapshot: Snapshot, trainer: TransformerTrainer) -> None:
+    weights = TensorFile(snapshot.path / "weights.safetensors")
+    moments = TensorFile(snapshot.path / "moments.safetensors")
+    optimizer = trainer.optimizer
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    own = {names[id(p)]: p for p in optimizer.params}
+    check_names("load_snapshot", own, weights.entries)
+    shapes = {name: p.shape for name, p in own.items()}
+    check_shapes("load_snapshot", shapes, {n: e.shape for n, e in weights.entries.items()})
+    optimizer.load_state_dict(
+        {
+            **snapshot.state["optimizer"],
+            "shapes": [list(p.shape) for p in own.values()],
+            "first_moments": list(_read(moments, "first", own)),
+            "second_moments": list(_read(moments, "second", own)),
+        }
+    )
+    trainer.load_state_dict(snapshot.state["trainer"])
+    for name, p in own.items():
+        p.data = weights.read(name)
+
+
+def _read(file: TensorFile, slot: str, names: Any) -> Iterator[Any]:
+    for name in names:
+        key = f"{slot}.{name}"
+        yield file.read(key) if key in file.entries else None
