@@ -22,9 +22,10 @@ def embedding(weight, ids):
         raise ValueError(f"embedding: a weight (V, C) needed, given shape {weight.shape}")
     V, C = weight.shape
     ids = as_ids("embedding", "id", ids, V)
-    rows = embedding_rows(weight, ids.reshape(-1))  # (N, C)
-    return rows.reshape(*ids.shape, C), (
-        lambda g: embedding_backward(g.reshape(-1, C), ids.reshape(-1), V),
+    shape, ids = ids.shape, ids.reshape(-1)
+    rows = embedding_rows(weight, ids)  # (N, C)
+    return rows.reshape(*shape, C), (
+        lambda g: embedding_backward(g.reshape(ids.size, C), ids, V),
         None,
     )
 

@@ -66,7 +66,7 @@ def linear_cross_entropy(
     labels, count = _labels("linear_cross_entropy", x, targets, V, ignore_index, reduction)
     scale = x.dtype.type(1) / x.dtype.type(count)
     total, *grads = linear_cross_entropy_rows(
-        x.reshape(-1, C), weight, labels, bias, ignore_index, scale, needs
+        x.reshape(len(labels), C), weight, labels, bias, ignore_index, scale, needs
     )
     # in a list: what a vjp captures is read-only, and these will be handed on
     kept, shape = [grads], x.shape
