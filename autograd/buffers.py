@@ -17,26 +17,19 @@ ALIGN = 64  # a cache line, and the widest vector register
 SMALL = 1 << 16  # below this malloc keeps its own free lists
 
 
-class _Memory:
-    """One stretch of memory, lent to an array as its `base`."""
+class _Owner(np.ndarray):
+    """What owns the memory. A class of its own, for NumPy looks for bases through plain arrays."""
 
-    __slots__ = ("__array_interface__", "raw", "size")
 
-    def __init__(self, raw: Any, size: int):
-        self.raw, self.size = raw, size
-        start = raw.ctypes.data
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (size,),
-            "data": (start + -start % ALIGN, False),
-        }
+class _Memory(np.ndarray):
+    """A view of all of an owner, lent to an array as its `base`; when it dies, nobody reads."""
 
     def __del__(self) -> None:
         # May run at any point, in any thread: only single operations, each atomic.
-        _state.live -= self.size
-        _state.cached += self.size
-        _state.free.setdefault(self.size, []).append(self.raw)
+        size = self.size
+        _state.live -= size
+        _state.cached += size
+        _state.free.setdefault(size, []).append(self.base)
 
 
 class _State:
@@ -55,11 +48,11 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> Any:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < SMALL:
         return np.empty(shape, dtype)
-    size = -(-nbytes // 4096) * 4096
-    memory = _Memory(_take(size), size)
+    size = -(-nbytes // 4096) * 4096 + ALIGN
+    memory = _take(size).view(_Memory)
     _state.live += size
     _state.peak = max(_state.peak, _state.live)
-    return np.asarray(memory)[:nbytes].view(dtype).reshape(shape)
+    return np.ndarray(shape, dtype, memory, offset=-memory.ctypes.data % ALIGN)
 
 
 def zeros(shape: int | tuple[int, ...], dtype: DTypeLike) -> Any:
@@ -82,7 +75,7 @@ def _take(size: int) -> Any:
     # Never hold more than was once in use: what is kept but not wanted goes first.
     while _state.cached and _state.live + _state.cached + size > _state.peak:
         trim(size)
-    return np.empty(size + ALIGN, np.uint8)
+    return _Owner(size, np.uint8)
 
 
 def trim(nbytes: int | None = None) -> None:
