@@ -4,8 +4,8 @@
     data.train.batch(i, 8), data.valid, data.sha256, data.notes
 
 Plain text is one stream of documents, cut into windows; the last twentieth is held out. JSON
-lines are documents of their own, packed into rows with segments and reset positions, so that a
-document is trained as if it stood alone; `valid.jsonl` beside `train.jsonl` is the validation
+lines are documents of their own, packed into rows as segments, so that a document is trained as
+if it stood alone; `valid.jsonl` beside `train.jsonl` is the validation
 set, else the last twentieth of the lines is.
 """
 
@@ -55,8 +55,12 @@ def load_data(
     seed: int,
     mask_prompt: bool = True,
     pack: bool = True,
+    hold_out: bool = True,
 ) -> Data:
     """The rows of a file, a folder or the standard library (`"stdlib"`).
+
+    With `hold_out` off nothing is kept apart for validation (a `valid.jsonl` is read all the
+    same), and the end of a text counts too.
 
     Raises ValueError for data that is missing, empty, malformed (named by file and line) or
     shorter than one sequence.
@@ -65,12 +69,17 @@ def load_data(
     data = Data(None, None, hash_files(parts), str(source))  # type: ignore[arg-type]
     if "text" in parts:
         stream = _read_stream(parts["text"], tokenizer, data.notes)
-        data.train, data.valid = _split_stream(stream, seq_len, seed, source)
+        if hold_out:
+            data.train, data.valid = _split_stream(stream, seq_len, seed, source)
+        elif len(stream) > 1:
+            data.train = Windows(stream, seq_len, seed, whole=True)
+        else:
+            raise ValueError(f"data: {source} holds no text to predict")
         return data
     documents = {}
     for part, files in parts.items():
         documents[part] = read_documents(files[0][1], tokenizer, mask_prompt)
-    if "valid" not in documents and len(documents["train"]) > 1:
+    if hold_out and "valid" not in documents and len(documents["train"]) > 1:
         held = max(1, len(documents["train"]) // HELD_OUT)
         documents["valid"] = documents["train"][-held:]
         del documents["train"][-held:]

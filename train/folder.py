@@ -13,12 +13,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from ..transformer.safetensors_io import atomic_file
+from .settings import Settings, read_settings
 
 try:
     import fcntl
@@ -86,7 +87,7 @@ class RunFolder:
     # --- what is written ---
 
     def write(self, name: str, text: str) -> None:
-        """Write a text file so that it is there whole or not at all."""
+        """Write a text file, whole or not at all."""
         write_atomic(self / name, text)
 
     def write_json(self, name: str, value: Any) -> None:
@@ -108,8 +109,8 @@ class RunFolder:
 
     # --- what is read ---
 
-    def settings(self) -> dict[str, Any]:
-        return tomllib.loads((self / "run.toml").read_text(encoding="utf-8"))
+    def settings(self) -> Settings:
+        return read_settings(self / "run.toml", {})
 
     def metrics(self) -> list[dict]:
         """The rows of `metrics.jsonl`; a last line that was cut off by a kill is left out."""
@@ -143,14 +144,9 @@ class RunFolder:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write beside the file, sync, rename: a kill leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write a file so that a kill leaves the old one or the new one, whole."""
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with atomic_file(path) as file:
+            file.write(text.encode())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise RuntimeError(f"{path} cannot be written ({error.strerror})") from error

@@ -78,11 +78,11 @@ class Progress:
         if bar:
             full = 12 * step // self.steps
             parts.append("█" * full + "░" * (12 - full))
-        parts.append(f"loss {row['loss']:.4f}")
+        parts.append(f"loss {_shown(row['loss'], '.4f')}")
         if self.val_loss is not None:
             parts.append(f"val {self.val_loss:.4f}")
         parts.append(f"lr {row['lr']:.2e}")
-        parts.append(f"norm {row['grad_norm']:.3f}")
+        parts.append(f"norm {_shown(row['grad_norm'], '.3f')}")
         rate, eta = self.tokens_per_second, self.eta(step)
         parts.append("- tok/s" if rate is None else f"{rate:,.0f} tok/s")
         parts.append("ETA -" if eta is None else f"ETA {clock(eta)}")
@@ -92,6 +92,10 @@ class Progress:
         room = shutil.get_terminal_size().columns - 1
         self.stream.write("\r\x1b[K" + text[:room])
         self.stream.flush()
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)
 
 
 def clock(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from html import escape
 from pathlib import Path
@@ -58,7 +59,8 @@ def report(run: str | Path) -> str:
     )
     sections = [
         f"<h1>{escape(Path(run).resolve().name)}</h1>",
-        f"<p class='sub'>{escape(folder.describe())}</p>",
+        f"<p class='sub'>afinar {escape(str(environment.get('afinar')))}, "
+        f"{escape(str(environment.get('cpu')))}</p>",
         "<div class='cards'>",
         *(f"<div class='card'><b>{escape(v)}</b><span>{k}</span></div>" for k, v in cards.items()),
         "</div>",
@@ -73,7 +75,7 @@ def report(run: str | Path) -> str:
         "<p class='sub'>What a replay must give anywhere: <code>afinar verify</code>.</p>",
         _digest_table(digests),
         "<h2>Settings</h2>",
-        _table(folder.settings()),
+        _table(dataclasses.asdict(folder.settings())),
         "<h2>Environment</h2>",
         _table(environment),
     ]

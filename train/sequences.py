@@ -12,9 +12,8 @@ import functools
 import numpy as np
 
 from ..autograd.random import make_key, raw_words
-from .batch import LMBatch
+from .batch import IGNORED, LMBatch
 
-IGNORED = -100  # a target that does not count
 PADDING = -1  # the segment of what is no document
 
 Row = dict[str, np.ndarray]
@@ -60,26 +59,34 @@ class Rows:
 
 
 class Windows(Rows):
-    """A stream cut into windows of T + 1 ids that overlap by one, so that every id is predicted."""
+    """A stream cut into windows of T + 1 ids that overlap by one, so that every id is predicted.
 
-    def __init__(self, stream: np.ndarray, T: int, seed: int = 0):
-        self.stream, self.T, self.seed = stream, T, seed
+    A last window that is not full is left out, or with `whole` filled up with what does not count.
+    """
+
+    def __init__(self, stream: np.ndarray, T: int, seed: int = 0, *, whole: bool = False):
+        self.stream, self.T, self.seed, self.whole = stream, T, seed, whole
 
     def __len__(self) -> int:
-        return (len(self.stream) - 1) // self.T
+        n = len(self.stream) - 1
+        return -(-n // self.T) if self.whole else n // self.T
 
     def row(self, n: int) -> Row:
         T = self.T
         window = self.stream[n * T : n * T + T + 1].astype(np.int64)
-        return {"inputs": window[:-1], "targets": window[1:]}
+        missing = T + 1 - len(window)
+        return {
+            "inputs": np.pad(window[:-1], (0, missing)),
+            "targets": np.pad(window[1:], (0, missing), constant_values=IGNORED),
+        }
 
 
 class Packed(Rows):
-    """Documents put together into rows, each its own segment, its positions from 0.
+    """Documents put together into rows, each its own segment.
 
-    A row's documents do not see each other, and no target reaches over a boundary, so a document
-    has the loss it has alone. Longest first, each into the fullest row that has room (best fit,
-    decreasing). With `together` off every document has a row to itself.
+    A segment's positions count from 0, it does not see the others, and no target reaches over a
+    boundary, so a document has the loss it has alone. Longest first, each into the fullest row
+    that has room (best fit, decreasing). With `together` off each has a row to itself.
     """
 
     def __init__(
@@ -111,19 +118,13 @@ class Packed(Rows):
     def row(self, n: int) -> Row:
         T = self.T
         inputs, targets = np.zeros(T, np.int64), np.full(T, IGNORED, np.int64)
-        positions, segments = np.zeros(T, np.int64), np.full(T, PADDING, np.int64)
+        segments = np.full(T, PADDING, np.int64)
         start = 0
         for segment, d in enumerate(self.rows[n]):
             ids, trained = (np.array(x) for x in self.documents[d])
             part = slice(start, start + len(ids) - 1)
             inputs[part] = ids[:-1]
             targets[part] = np.where(trained[1:], ids[1:], IGNORED)
-            positions[part] = np.arange(len(ids) - 1)
             segments[part] = segment
             start = part.stop
-        return {
-            "inputs": inputs,
-            "targets": targets,
-            "positions": positions,
-            "segments": segments,
-        }
+        return {"inputs": inputs, "targets": targets, "segments": segments}

@@ -42,6 +42,10 @@ class Tokenizer(Protocol):
         """The text of `ids`, special tokens left out."""
         ...
 
+    def show(self, ids: list[int]) -> str:
+        """The text of `ids`, special tokens by their names."""
+        ...
+
     def chat(self, messages: list[dict]) -> tuple[list[int], list[bool]]:
         """The ids of a conversation, and which of them an assistant said."""
         ...
@@ -66,6 +70,10 @@ class ByteTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def show(self, ids: list[int]) -> str:
+        pieces = bytes(i if i < 256 else 0 for i in ids).decode(errors="replace")
+        return pieces.replace("\0", "<end>")
 
     def chat(self, messages: list[dict]) -> tuple[list[int], list[bool]]:
         raise ValueError(
@@ -114,6 +122,9 @@ class FileTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self._library.decode(ids)
+
+    def show(self, ids: list[int]) -> str:
+        return self._library.decode(ids, skip_special_tokens=False)
 
     def render(self, messages: list[dict], generate: bool = False) -> str:
         """The conversation as the model's template writes it; `generate` opens a reply."""

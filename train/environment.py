@@ -1,0 +1,70 @@
+"""Where a run runs: what may differ between two machines without the result differing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..autograd import get_num_threads
+from ..autograd.launch import VECTOR_WIDTH, threading_layer
+
+
+def environment() -> dict[str, Any]:
+    """Versions, processor, cores, threads, vector width and threading layer."""
+    libraries = ("afinar", "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "jinja2")
+    return {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in libraries},
+        "system": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": cores(),
+        "threads": get_num_threads(),
+        "vector_width": VECTOR_WIDTH,
+        "threading_layer": threading_layer(),
+    }
+
+
+def one_line(env: dict[str, Any]) -> str:
+    """What a run prints at its start."""
+    return (
+        f"{env['cpu']}: {env['cores']} cores, {env['threads']} threads, "
+        f"vectors of {env['vector_width']} floats, threading layer {env['threading_layer']}"
+    )
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The processor's name, as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def peak_memory_mb() -> float | None:
+    """The most memory this process has held, in MiB."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,281 @@
+"""A run as a function of its settings: what it is built from, its steps, and what it records.
+
+`afinar train` writes down what these steps yield and `afinar verify` compares it, so both run
+exactly the same code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from .. import lora
+from ..autograd import set_num_threads
+from ..optim import weights_sha256
+from ..optim.optimizer import little_endian
+from ..transformer import Transformer, TransformerConfig, load_pretrained
+from .config import TransformerTrainConfig
+from .data import STDLIB, Data, load_data
+from .evaluate import evaluate
+from .settings import Settings
+from .text import Tokenizer, load_tokenizer
+from .trainer import TransformerTrainer
+
+# What a bare `afinar train` trains: small enough for minutes on two cores.
+DEFAULT_MODEL = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": True,
+}
+
+# What a row of metrics says about the machine rather than about the run.
+OF_THE_MACHINE = ("tokens_per_s",)
+
+# Settings that say where and how often to write, not what is computed.
+PLACES = ("data", "model", "out", "threads", "device", "keep", "prompt")
+
+
+@dataclass
+class Run:
+    """A trainer with its data, about to do `step` + 1."""
+
+    settings: Settings
+    tokenizer: Tokenizer
+    data: Data
+    trainer: TransformerTrainer
+    start_sha256: str  # of the weights that training starts from, without adapters
+    step: int = 0
+
+    @property
+    def model(self) -> Any:
+        return self.trainer.model
+
+    def identity(self) -> dict[str, Any]:
+        """What the run depends on, in hashes: the head of `digests.json`."""
+        return {
+            "seed": self.settings.seed,
+            "settings": settings_sha256(self.settings),
+            "data": self.data.sha256,
+            "tokenizer": self.tokenizer.sha256,
+            "model": self.start_sha256,
+        }
+
+
+def build(settings: Settings) -> Run:
+    """Everything that `settings` (complete ones) name, loaded and checked.
+
+    ValueError or FileNotFoundError says in one sentence what is wrong with them.
+    """
+    if settings.threads is not None:
+        set_num_threads(settings.threads)
+    train_config(settings)  # refuses before anything is loaded
+    tokenizer = load_tokenizer(settings.model)
+    data = load_data(
+        settings.data or STDLIB,
+        tokenizer,
+        seq_len=settings.seq_len,
+        seed=settings.seed,
+        mask_prompt=settings.mask_prompt,
+        pack=settings.pack,
+    )
+    rows, batch = len(data.train), settings.batch or 1
+    if rows < batch:
+        raise ValueError(
+            f"data: {data.source} makes {rows} sequences of {settings.seq_len} tokens, fewer than "
+            f"a batch of {batch}; give more data, or a smaller --batch or --seq-len"
+        )
+    model = start_model(settings, tokenizer)
+    limit = positions(model.config)
+    if settings.seq_len > limit:
+        raise ValueError(f"--seq-len is {settings.seq_len}; the model has {limit} positions")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, "
+            f"the model's vocabulary only {model.config.vocab_size}"
+        )
+    start = weights_sha256(model)
+    trainer = TransformerTrainer.with_model(model, train_config(settings, model.config))
+    return Run(settings, tokenizer, data, trainer, start)
+
+
+def train_config(s: Settings, model_config: Any = None) -> TransformerTrainConfig:
+    """The trainer's own settings; it refuses what it cannot do."""
+    lora = {}
+    if s.lora is not None:
+        lora = {
+            "lora_rank": s.lora_r,
+            "lora_alpha": s.lora_alpha,
+            "lora_target_modules": [name.strip() for name in s.lora.split(",")],
+        }
+    return TransformerTrainConfig(
+        model_config=model_config,
+        lr=cast(float, s.lr),
+        lr_schedule=s.lr_schedule,
+        min_lr_ratio=s.min_lr_ratio,
+        warmup_steps=cast(int, s.warmup),
+        max_steps=s.steps,
+        accumulation_steps=s.accumulate,
+        max_grad_norm=s.max_grad_norm,
+        weight_decay=cast(float, s.weight_decay),
+        beta2=s.beta2,
+        max_seq_len=s.seq_len,
+        seed=s.seed,
+        deterministic=s.deterministic,
+        device=s.device,
+        precision_config=s.precision,
+        checkpoint_config=s.checkpointing,
+        **lora,
+    )
+
+
+def start_model(settings: Settings, tokenizer: Tokenizer) -> Any:
+    """The model at step 0, before adapters are put on it."""
+    if settings.model is not None:
+        return open_model(settings.model)
+    if settings.preset is None:
+        positions = max(settings.seq_len, 1024)
+        sizes = DEFAULT_MODEL | {"max_position_embeddings": positions}
+        config = TransformerConfig(vocab_size=tokenizer.vocab_size, **sizes)
+    else:
+        presets = [
+            name
+            for name, made in vars(TransformerConfig).items()
+            if isinstance(made, classmethod) and not name.startswith(("_", "from_"))
+        ]
+        if settings.preset not in presets:
+            raise ValueError(
+                f"--preset is {settings.preset!r}; known presets are {', '.join(presets)}"
+            )
+        config = getattr(TransformerConfig, settings.preset)()
+    return Transformer(config, seed=settings.seed)
+
+
+def open_model(folder: str | Path, adapter: str | Path | None = None) -> Any:
+    """The model of a run or a checkpoint folder, under an adapter if one is named.
+
+    A LoRA run holds an adapter only: its base is found where the run found it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"model: {folder} is not a folder")
+    base, own = adapter_run(folder)
+    if own is not None and adapter is not None:
+        raise ValueError(f"model: {folder} is an adapter itself; give its base with --adapter")
+    model = load_pretrained(base)
+    if own or adapter:
+        lora.load_adapter_peft(model, own or adapter)
+    return model
+
+
+def adapter_run(folder: Path) -> tuple[Path, Path | None]:
+    """The folder of a run's weights, and of its adapter if it is a LoRA run."""
+    if (folder / "model.safetensors").is_file() or not (folder / "adapter_config.json").is_file():
+        return folder, None
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    if not base or not Path(base).is_dir():
+        raise ValueError(f"model: {folder} adapts {base}, which is not a folder here")
+    return Path(base), folder
+
+
+def positions(config: Any) -> int:
+    """How many tokens the model can look at."""
+    return getattr(config, "max_position_embeddings", None) or config.block
+
+
+# --- steps ---------------------------------------------------------------------------------
+
+
+def steps(run: Run, stop: int) -> Iterator[dict[str, Any]]:
+    """Do steps up to `stop` and yield a row about each; all but `OF_THE_MACHINE` is the same anywhere.
+
+    A step is one window of `accumulate` micro-batches, whether its gradients were applied or
+    dropped (float16 may overflow): step n always has the same data.
+    """
+    s, trainer = run.settings, run.trainer
+    while run.step < stop:
+        seen, start = 0, time.perf_counter()
+        for k in range(s.accumulate):
+            batch = run.data.train.batch(run.step * s.accumulate + k, cast(int, s.batch))
+            seen += batch.inputs.size
+            trainer.train_batch(batch)
+        window = trainer.last
+        assert window is not None
+        run.step += 1
+        row = {
+            "step": run.step,
+            "loss": _number(window.loss),
+            "lr": window.lr,
+            "grad_norm": _number(window.grad_norm),
+            "tokens": seen,
+            "tokens_per_s": round(seen / (time.perf_counter() - start), 1),
+        }
+        if window.skipped:
+            row["skipped"] = window.skipped
+        if at(run.step, s.eval_every, s.steps) and run.data.valid is not None:
+            row |= validate(run)
+        yield row
+
+
+def _number(x: float) -> float | None:
+    """A number that JSON has."""
+    return x if math.isfinite(x) else None
+
+
+def at(step: int, every: int | None, last: int | None) -> bool:
+    """Whether something that is done every so many steps, and at the end, is done at `step`."""
+    return step % cast(int, every) == 0 or step == last
+
+
+def due(step: int, s: Settings) -> bool:
+    """Whether the digests of `step` belong into the record; those of each snapshot do."""
+    return step == 0 or at(step, s.digest_every, s.steps) or at(step, s.snapshot_every, s.steps)
+
+
+def validate(run: Run) -> dict[str, float]:
+    """Loss and accuracy on the validation rows."""
+    result = evaluate(run.model, run.data.valid, run.settings.batch, run.settings.eval_rows)
+    return {f"val_{name}": result[name] for name in ("loss", "accuracy")}
+
+
+# --- digests -------------------------------------------------------------------------------
+
+
+def settings_sha256(settings: Settings) -> str:
+    """SHA-256 of the settings that decide the result, as sorted JSON."""
+    values = {k: v for k, v in dataclasses.asdict(settings).items() if k not in PLACES}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def record(run: Run) -> dict[str, Any]:
+    """The digests of weights and optimizer now, and the first 16 digits of each tensor's.
+
+    The whole digests prove; those of the tensors (weights, first and second moments) say where
+    a replay departs.
+    """
+    optimizer = run.trainer.optimizer
+    slots = {id(p): n for n, p in enumerate(optimizer.params)}
+    tensors = {}
+    for name, tensor in run.model.named_parameters():
+        arrays = [tensor.data]
+        n = slots.get(id(tensor))
+        if n is not None and n < len(optimizer.first_moments):
+            arrays += [optimizer.first_moments[n], optimizer.second_moments[n]]
+        tensors[name] = " ".join(
+            "none" if a is None else hashlib.sha256(little_endian(a)).hexdigest()[:16]
+            for a in arrays
+        )
+    return {
+        "step": run.step,
+        "weights": weights_sha256(run.model),
+        "optimizer": run.trainer.optimizer_state_sha256(),
+        "tensors": tensors,
+    }

@@ -1,0 +1,261 @@
+"""Writing a run: its steps go into the folder as they are done, and any stop leaves it whole."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..autograd import get_num_threads
+from ..lora import lora_modules, trainable_line
+from ..transformer import generate, save_pretrained
+from .data import STDLIB
+from .environment import environment, one_line, peak_memory_mb
+from .folder import RunFolder
+from .plot import run_curves
+from .progress import Progress, clock
+from .run import Run, at, build, due, positions, record, steps
+from .settings import Settings, flag
+from .snapshot import list_snapshots, load_snapshot, save_snapshot
+from .text import TOKENIZER_FILES
+
+# A resumed run keeps its settings; only these may be given anew, since no result depends on them.
+MAY_CHANGE = ("threads", "device", "keep", "prompt", "data", "model", "out")
+
+COPIED = (*TOKENIZER_FILES, "generation_config.json")
+
+
+def train(settings: Settings, stream: TextIO) -> int:
+    """Make a new run folder and train into it; the exit status."""
+    settings = _absolute(settings.complete())
+    folder = RunFolder.create(settings.out)
+    try:
+        with folder.locked():
+            session = Session.begin(settings, folder, stream)
+            return session.run_to_end()
+    finally:
+        with contextlib.suppress(OSError):  # nothing was written: leave no empty folder
+            folder.path.rmdir()
+
+
+def resume(path: str, flags: dict[str, Any], stream: TextIO) -> int:
+    """Continue a run from its last snapshot; the exit status."""
+    folder = RunFolder.open(path)
+    settings = folder.settings()
+    for name, value in flags.items():
+        if name not in MAY_CHANGE and value != getattr(settings, name):
+            raise ValueError(
+                f"{flag(name)} {value} differs from the run's {getattr(settings, name)}; a resumed "
+                f"run keeps its settings (but for {', '.join(map(flag, MAY_CHANGE))})"
+            )
+    settings = _absolute(dataclasses.replace(settings, **flags))
+    with folder.locked():
+        session = Session.again(settings, folder, stream)
+        if session.run.step == settings.steps:
+            session.say(f"{path} is complete: all {settings.steps} steps are done")
+            return 0
+        return session.run_to_end()
+
+
+def _absolute(settings: Settings) -> Settings:
+    """The same with paths that hold wherever the run is looked at from."""
+    paths = {name: getattr(settings, name) for name in ("data", "model")}
+    found = {k: str(Path(v).resolve()) for k, v in paths.items() if v not in (None, STDLIB)}
+    return dataclasses.replace(settings, **found)
+
+
+class Session:
+    """A run, its folder, and what is in it so far."""
+
+    def __init__(self, run: Run, folder: RunFolder, stream: TextIO):
+        self.run, self.folder, self.stream = run, folder, stream
+        self.rows: list[dict[str, Any]] = []
+        self.records: list[dict[str, Any]] = []
+
+    def say(self, text: str) -> None:
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    @classmethod
+    def begin(cls, settings: Settings, folder: RunFolder, stream: TextIO) -> Session:
+        """A run at step 0, its folder begun."""
+        run = build(settings)
+        session = cls(run, folder, stream)
+        session._introduce()
+        session.records.append(record(run))
+        folder.write("run.toml", settings.toml())
+        session._write_record()
+        if settings.model is not None:
+            for name in COPIED:
+                if (Path(settings.model) / name).is_file():
+                    shutil.copyfile(Path(settings.model) / name, folder / name)
+        return session
+
+    @classmethod
+    def again(cls, settings: Settings, folder: RunFolder, stream: TextIO) -> Session:
+        """A run where its newest whole snapshot left it; what was written after that is redone."""
+        run = build(settings)
+        written = folder.digests()
+        for what, value in run.identity().items():
+            if written.get(what) != value:
+                raise ValueError(
+                    f"{folder.path}: the {what} is not the run's any more "
+                    f"(recorded {written.get(what)}, found {value})"
+                )
+        session = cls(run, folder, stream)
+        session._introduce()
+        if list_snapshots(folder / "snapshots"):
+            with warnings.catch_warnings(action="ignore"):
+                snapshot = load_snapshot(folder / "snapshots", run.trainer)
+            run.step = run.trainer.windows
+            for note in snapshot.notes:
+                session.say(f"note: {note}")
+        session.rows = [row for row in folder.metrics() if row["step"] <= run.step]
+        session.records = [
+            r for r in written["steps"] if r["step"] <= run.step and due(r["step"], settings)
+        ]
+        session.folder.write_metrics(session.rows)
+        session.say(f"continuing {folder.path} after step {run.step} of {settings.steps}")
+        return session
+
+    def run_to_end(self) -> int:
+        """Do the steps that remain, or until a signal; the exit status."""
+        run, last = self.run, self.run.settings.steps or 0
+        progress = Progress(self.stream, last, run.step)
+        begun, clock0, before = time.time(), time.perf_counter(), run.step
+        with (
+            (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as metrics,
+            stop_signals(progress.say) as stopped,
+        ):
+            for row in steps(run, last):
+                self.rows.append(row)
+                metrics.write(json.dumps(row) + "\n")
+                metrics.flush()
+                progress.step(row)
+                self._keep(row, final=stopped())
+                if stopped():
+                    break
+        progress.close()
+        self._finish(
+            {
+                "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)),
+                "steps": [before + 1, run.step],
+                "threads": get_num_threads(),
+                "seconds": round(time.perf_counter() - clock0, 2),
+                "first_step_seconds": round(progress.first_step or 0.0, 2),
+                "peak_memory_mb": peak_memory_mb(),
+            }
+        )
+        if run.step < last:
+            self.say(
+                f"stopped after step {run.step} of {last}; what was trained is in "
+                f"{self.folder.path}, and afinar train --resume {self.folder.path} continues it"
+            )
+            return 1
+        return 0
+
+    # --- what is said and written ---
+
+    def _introduce(self) -> None:
+        run = self.run
+        s, data = run.settings, run.data
+        self.say(one_line(environment()))
+        held = f", {len(data.valid):,} held out" if data.valid is not None else ""
+        self.say(f"data: {data.source}, {len(data.train):,} sequences of {s.seq_len} tokens{held}")
+        for note in data.notes:
+            self.say(f"  {note}")
+        count = sum(t.size for _, t in run.model.named_parameters())
+        self.say(f"model: {count:,} parameters" + (f", from {s.model}" if s.model else ""))
+        if lora_modules(run.model):
+            self.say(trainable_line(run.model))
+        per_step = (s.batch or 1) * s.accumulate * s.seq_len
+        self.say(f"{s.steps} steps of {per_step:,} tokens into {self.folder.path}")
+
+    def _keep(self, row: dict[str, Any], final: bool) -> None:
+        """Records and snapshots that are due after this step."""
+        run = self.run
+        s = run.settings
+        if not (final or due(run.step, s)):
+            return
+        self.records.append(record(run))
+        self._write_record()
+        best = row.get("val_loss") is not None and row["val_loss"] <= min(
+            r["val_loss"] for r in self.rows if r.get("val_loss") is not None
+        )
+        if final or best or at(run.step, s.snapshot_every, s.steps):
+            more = {**run.identity(), "val_loss": row.get("val_loss")}
+            save_snapshot(self.folder / "snapshots", run.trainer, more, keep=s.keep, best=best)
+
+    def _write_record(self) -> None:
+        self.folder.write_json("digests.json", {**self.run.identity(), "steps": self.records})
+
+    def _finish(self, times: dict[str, Any]) -> None:
+        """The model, the curves, a sample, and where it all ran."""
+        run, folder = self.run, self.folder
+        if lora_modules(run.model):
+            base = str(Path(run.settings.model or "").resolve())
+            run.trainer.save_lora_adapter(folder.path, base)
+        else:
+            save_pretrained(run.model, folder.path)
+        folder.write_table(self.rows)
+        folder.write("loss.svg", run_curves(self.rows))
+        earlier = folder.environment().get("sessions", [])
+        folder.write_json("environment.json", {**environment(), "sessions": [*earlier, times]})
+        prompt, text = sample(run)
+        folder.write("sample.txt", prompt + text)
+        validated = [row["val_loss"] for row in self.rows if row.get("val_loss") is not None]
+        if validated:
+            self.say(f"validation loss {validated[-1]:.4f} nats per token")
+        self.say(f"done in {clock(times['seconds'])}; a sample:\n\n{prompt}{text}\n")
+
+
+def sample(run: Run, n: int = 200) -> tuple[str, str]:
+    """The run's prompt, and how its model continues it."""
+    tokenizer, prompt = run.tokenizer, run.settings.prompt
+    if prompt is None and run.data.source == STDLIB:
+        prompt = "def "
+    if prompt is None:
+        rows = run.data.valid or run.data.train
+        prompt = tokenizer.decode(rows.row(0)["inputs"][:16].tolist())
+    lead = [] if tokenizer.bos is None else [tokenizer.bos]
+    ids = [*lead, *tokenizer.encode(prompt)] or [tokenizer.eos or 0]
+    room = positions(run.model.config) - len(ids)
+    new = generate(
+        run.model,
+        ids,
+        max_new_tokens=max(0, min(n, room)),
+        temperature=0.8,
+        stop=None if tokenizer.eos is None else [tokenizer.eos],
+        seed=run.settings.seed,
+    )
+    return prompt, tokenizer.decode(new)
+
+
+@contextlib.contextmanager
+def stop_signals(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Within, the first Ctrl-C or SIGTERM only makes the yielded function true."""
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+        say("stopping after this step; once more to stop at once")
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
