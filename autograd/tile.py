@@ -169,6 +169,23 @@ def transpose(typingctx, x, xo, x_row, out, o, o_row):
     return types.void(x, ints, ints, out, ints, ints), codegen
 
 
+@intrinsic
+def move_panel(typingctx, x, xo, out, o):
+    """Copy VECTORS vectors from x[xo:] to out[o:]."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        _, xo, _, o = args
+        width = lanes(sig.args[0].dtype.bitwidth // 8)
+        vector = ir.VectorType(context.get_data_type(sig.args[0].dtype), width)
+        x, out = (make_array(sig.args[n])(context, b, args[n]).data for n in (0, 2))
+        for j in range(VECTORS):
+            value = load(b, b.gep(x, [b.add(xo, _i64(j * width))]), vector)
+            store(b, value, b.gep(out, [b.add(o, _i64(j * width))]))
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, out, types.int64), codegen
+
+
 def _shuffle(b: Any, x: Any, y: Any, places: list[int]) -> Any:
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_i32, len(places)), places))
 
