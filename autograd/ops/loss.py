@@ -12,9 +12,8 @@ from ..lanes import row_sum
 from ..launch import body
 from ..mathf import exp, log
 from ..tape import op
-from .elementwise import add_arrays
 from .embedding import as_ids
-from .matmul import gemm
+from .gemm import gemm
 from .reduce import add_chains, sum_axes, sum_chains, sum_in_blocks
 from .softmax import row_exp_sum, row_shift, rows_per_index
 
@@ -221,41 +220,42 @@ def both_cpu(i, rows, scale, out, labels, losses):
 @linear_cross_entropy_rows.cpu
 def linear_cross_entropy_rows_cpu(x, weight, labels, bias, ignore_index, scale, needs):
     N, V = len(x), len(weight)
-    dx = zeros(x.shape, x.dtype) if needs[0] else None
+    want_x, want_weight, want_bias = needs[0], needs[1], bias is not None and needs[3]
+    dx = zeros(x.shape, x.dtype) if want_x else None
     dweight = dbias = None
-    losses, group = np.zeros(N), rows_per_index(V)
+    losses = np.zeros(N)
     for start in range(0, N, TOKENS):
         # Rows that do not count would add exactly 0 to every sum: they are left out
         rows = np.flatnonzero(labels[start : start + TOKENS] != ignore_index) + start
         if not len(rows):
             continue
-        xs, targets, part = x[rows], labels[rows], np.empty(len(rows))
-        logits = gemm(xs, weight, False, True)
-        if bias is not None:
-            logits = add_arrays(logits, bias, None)
-        jobs = -(-len(rows) // group)
-        if not any(needs):
-            forward_cpu(
-                jobs, group, logits, targets, ignore_index, part, empty((len(rows), 2), x.dtype)
-            )
-        else:
-            both_cpu(jobs, group, scale, logits, targets, part)
-        losses[rows] = part
-        if dx is not None:
+        xs, targets = x[rows], labels[rows]
+        logits = gemm(xs, weight, False, True, bias)  # (rows, V), soon their gradients
+        losses[rows] = _block_losses(logits, targets, scale if any(needs) else None)
+        if want_x:
             dx[rows] = gemm(logits, weight, False, False)
-        if needs[1]:
-            block = gemm(logits, xs, True, False)
-            dweight = block if dweight is None else add_arrays(dweight, block, dweight)
-        if bias is not None and needs[3]:
+        if want_weight:
+            dweight = gemm(logits, xs, True, False, None, dweight, dweight)
+        if want_bias:
             dbias = add_chains(sum_chains(logits[None]), dbias)  # (1, V)
         del logits  # its memory serves the next block
-    if needs[1] and dweight is None:
+    if want_weight and dweight is None:
         dweight = zeros(weight.shape, weight.dtype)
-    if bias is not None and needs[3] and dbias is None:
-        dbias = zeros(bias.shape, bias.dtype)
-    if dbias is not None:
-        dbias = dbias.reshape(V)
+    if want_bias:
+        dbias = zeros(bias.shape, bias.dtype) if dbias is None else dbias.reshape(V)
     return sum_in_blocks(losses), dx, dweight, dbias
+
+
+def _block_losses(logits, targets, scale):
+    """The loss of each row; with a scale the logits become their gradients times it."""
+    losses, group = np.empty(len(logits)), rows_per_index(logits.shape[1])
+    jobs = -(-len(logits) // group)
+    if scale is None:
+        stats = empty((len(logits), 2), logits.dtype)
+        forward_cpu(jobs, group, logits, targets, -1, losses, stats)  # every target counts
+    else:
+        both_cpu(jobs, group, scale, logits, targets, losses)
+    return losses
 
 
 @body
