@@ -57,7 +57,7 @@ class _Format:
 
     def __init__(self, T: Any, bits: int, mantissa: int, **constants: Any):
         self.T, self.I = T, np.dtype(f"i{bits // 8}").type
-        self.mantissa, self.bias = self.I(mantissa), self.I((1 << (bits - mantissa - 2)) - 1)
+        self.mantissa = self.I(mantissa)
         # t = x + round is x rounded to an integer, which then stands in the low bits of t.
         self.round = T(1.5 * 2.0**mantissa)
         self.round_bits = self.round.view(self.I)
@@ -77,8 +77,10 @@ _F32 = _Format(
     ln2_low=-1.904654299957768e-09,
     ln2_short=0.693145751953125,  # 15 bits: times an exponent it is exact
     ln2_rest=1.4286068203094172e-06,
+    exp_normal=-87.0,  # above: not subnormal
     exp_low=-104.0,  # below: 0
     exp_high=89.0,  # above: inf
+    sigmoid_low=-80.0,  # below: exp(x) + 1 is 1
     tanh_high=20.0,  # tanh(10) rounds to 1
     # (exp(r) - 1 - r) / r**2, |r| <= log(2) / 2
     exp_poly=(
@@ -124,8 +126,10 @@ _F64 = _Format(
     ln2_low=2.3190468138462996e-17,
     ln2_short=0.6931471803691238,  # 33 bits
     ln2_rest=1.9082149292705877e-10,
+    exp_normal=-708.0,
     exp_low=-746.0,
     exp_high=710.0,
+    sigmoid_low=-700.0,
     tanh_high=40.0,
     exp_poly=(
         2.09147553258932e-09,
@@ -216,25 +220,26 @@ def _generic(reference: Any) -> Any:
 
 
 def _reduced(f: _Format) -> Any:
-    log2e, ln2, ln2_low, round_, round_bits = f.log2e, f.ln2, f.ln2_low, f.round, f.round_bits
+    log2e, ln2, ln2_low, round_, poly = f.log2e, f.ln2, f.ln2_low, f.round, f.exp_poly
 
     @device
     def reduced(x):
-        # x = n log(2) + r with |r| <= log(2) / 2
+        # x = n log(2) + r with |r| <= log(2) / 2; n in the low bits of t, and exp(r) - 1
         t = fma(x, log2e, round_)
         n = t - round_
         r = fma(n, -ln2_low, fma(n, -ln2, x))
-        return isub(bits(t), round_bits), r
+        return t, fma(r * r, horner(r, poly), r)
 
     return reduced
 
 
-def _power_of_two(f: _Format) -> Any:
-    bias, mantissa = f.bias, f.mantissa
+def _power_of_two(f: _Format, shift: int = 0) -> Any:
+    mantissa, one = f.mantissa, f.T(2.0**shift).view(f.I)
 
     @device
-    def power_of_two(n):
-        return from_bits(ishl(iadd(n, bias), mantissa))
+    def power_of_two(t):
+        # 2**(n + shift), for an integer n or for n in the low bits of a float
+        return from_bits(iadd(ishl(t, mantissa), one))
 
     return power_of_two
 
@@ -243,14 +248,27 @@ def _power_of_two(f: _Format) -> Any:
 def exp(f: _Format) -> Any:
     """e to the power x; exactly 1 at 0."""
     reduced, power_of_two = _reduced(f), _power_of_two(f)
-    low, high, poly, one, unit = f.exp_low, f.exp_high, f.exp_poly, f.T(1), f.I(1)
+    low, high, one, unit, round_bits = f.exp_low, f.exp_high, f.T(1), f.I(1), f.round_bits
 
     def function(x):
         x = select(less(x, low), low, select(less(high, x), high, x))
-        n, r = reduced(x)
-        y = fma(r * r, horner(r, poly), r) + one
+        t, p = reduced(x)
+        n = isub(bits(t), round_bits)
         half = ishr(n, unit)  # two steps, so that the result may be subnormal or infinite
-        return y * power_of_two(half) * power_of_two(isub(n, half))
+        return (p + one) * power_of_two(half) * power_of_two(isub(n, half))
+
+    return function
+
+
+@_generic(lambda x: array_module(x).exp(x))
+def exp_flushed(f: _Format) -> Any:
+    """exp of x < 88, but 0 where x < -87 (float32) or -708 (float64): a third cheaper."""
+    reduced, power_of_two = _reduced(f), _power_of_two(f)
+    normal, one, zero = f.exp_normal, f.T(1), f.T(0)
+
+    def function(x):
+        t, p = reduced(x)
+        return select(less(x, normal), zero, (p + one) * power_of_two(bits(t)))
 
     return function
 
@@ -281,28 +299,18 @@ def log(f: _Format) -> Any:
     return function
 
 
-def _expm1_parts(f: _Format) -> Any:
-    reduced, power_of_two = _reduced(f), _power_of_two(f)
-    poly, one = f.exp_poly, f.T(1)
-
-    @device
-    def expm1(x):
-        # 2**n (1 + p) - 1; for results that are finite and not subnormal
-        n, r = reduced(x)
-        scale = power_of_two(n)
-        return fma(scale, fma(r * r, horner(r, poly), r), scale - one)
-
-    return expm1
-
-
 @_generic(lambda x: array_module(x).tanh(x))
 def tanh(f: _Format) -> Any:
     """The hyperbolic tangent; exactly 0, 1 and -1 at 0, inf and -inf."""
-    expm1, high, two = _expm1_parts(f), f.tanh_high, f.T(2)
+    reduced, power_of_two = _reduced(f), _power_of_two(f)
+    high, one, two = f.tanh_high, f.T(1), f.T(2)
 
     def function(x):
+        # tanh(x) = e / (e + 2) with e = exp(2 x) - 1
         y = two * absolute(x)
-        e = expm1(select(less(high, y), high, y))
+        t, p = reduced(select(less(high, y), high, y))
+        scale = power_of_two(bits(t))
+        e = fma(scale, p, scale - one)
         return copysign(e / (e + two), x)
 
     return function
@@ -316,13 +324,14 @@ def _sigmoid_of_array(x):
 
 @_generic(_sigmoid_of_array)
 def sigmoid(f: _Format) -> Any:
-    """1 / (1 + exp(-x)), without loss where it is small."""
-    one, zero = f.T(1), f.T(0)
+    """1 / (1 + exp(-x)); 0 where that is below the normal numbers and x < -exp_high."""
+    reduced, half_power = _reduced(f), _power_of_two(f, -1)
+    low, high, one, two = f.sigmoid_low, f.exp_high, f.T(1), f.T(2)
 
     def function(x):
-        e = exp(-absolute(x))
-        s = one / (one + e)
-        return select(less(x, zero), e * s, s)
+        y = -x
+        t, p = reduced(select(less(y, low), low, select(less(high, y), high, y)))
+        return one / fma((p + one) * half_power(bits(t)), two, one)
 
     return function
 
