@@ -128,7 +128,7 @@ def attention_forward(q, k, v, scale, causal, segments, window, dropout, key):
 def attention_backward(g, q, k, v, out, lse, scale, causal, segments, window, dropout, key):
     # P = softmax(scale Q K^T), O = P V; dV = P^T g, dP = g V^T, dS = P (dP - rowsum(g O)) scale
     xp = array_module(q)
-    B, T, H, D = q.shape
+    B, _, H, D = q.shape
     S, G = k.shape[1:3]
     p, _ = _probabilities(q, k, scale, causal, segments, window)
     dp = xp.einsum("bthd,bshd->bhts", g, v.repeat(H // G, axis=2))
@@ -166,7 +166,7 @@ def attention_forward_cpu(q, k, v, scale, causal, segments, window, dropout, key
     out, lse = new((B, T, H, wide), q.dtype), new((B, H, T), q.dtype)
     work = _workspace(forward.forward_size(rows, wide), q.dtype)
     forward.attention_forward_cpu(
-        len(items) * parts, items, parts, strided(q), strided(k), strided(v), *_segments(segments),
+        len(items) * parts, items, parts, strided(q), strided(k), strided(v), _segments(segments),
         int(holes), scale, reach, window, *_rule(dropout, key, q.dtype), tiles.blank(q.dtype),
         work, out, lse,
     )  # fmt: skip
@@ -197,8 +197,8 @@ def attention_backward_cpu(g, q, k, v, out, lse, scale, causal, segments, window
     work = _workspace(backward.backward_size(rows, wide), q.dtype)
     for wave in squares:
         backward.attention_backward_cpu(
-            len(wave) * parts, wave, parts, strided(g), strided(q), strided(k), strided(v), out, lse,
-            *_segments(segments), int(holes), scale, reach, window,
+            len(wave) * parts, wave, parts, strided(g), strided(q), strided(k), strided(v), out,
+            lse, _segments(segments), int(holes), scale, reach, window,
             *_rule(dropout, key, q.dtype), tiles.blank(q.dtype), work, dq, dk, dv,
         )  # fmt: skip
     if parts != G:
@@ -225,7 +225,7 @@ def _filled(x):
 
 
 def _segments(segments):
-    return (np.zeros((1, 1), np.int64) if segments is None else segments,)
+    return np.zeros((1, 1), np.int64) if segments is None else segments
 
 
 def _rule(dropout, key, dtype):

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-from ..lanes import load, row_dot, store
+from ..lanes import LANES, load, row_dot, splat, store
 from ..launch import body, device
-from ..mathf import exp
+from ..mathf import exp_flushed
 from .attention_plan import TILE
 from .attention_tiles import (
     STRIP,
@@ -25,7 +25,7 @@ from .attention_tiles import (
 
 def backward_size(rows: int, D: int) -> int:
     """Elements of a thread's workspace."""
-    return 3 * rows * D + 2 * rows + 4 * TILE * D + 2 * TILE * TILE + 2 * TILE
+    return 3 * rows * D + 2 * rows + 4 * TILE * D + 2 * TILE * TILE + STRIP * TILE + TILE
 
 
 @body
@@ -35,12 +35,12 @@ def attention_backward_cpu(
 ):  # fmt: skip
     # owns, of one square and `H // parts` heads that share their keys, the queries' rows of dq
     # and the keys' rows of dk and dv, whose axis of heads has `parts`
-    B, T, H, D = q.shape
+    _, T, H, D = q.shape
     S, G = k.shape[1], k.shape[2]
     b, t0, n, k_low, k_high, new_keys, new_queries, ready = squares[i // parts]
     part = i % parts
     padded = (n + STRIP - 1) // STRIP * STRIP
-    zero = dq.dtype.type(0)
+    zeros = splat(dq.dtype.type(0))
 
     w = work[thread]
     qs, w = w[: padded * D], w[padded * D :]  # q, scaled
@@ -52,7 +52,8 @@ def attention_backward_cpu(
     dvs, w = w[: TILE * D], w[TILE * D :]
     p, w = w[: TILE * TILE], w[TILE * TILE :]  # probabilities
     ds, w = w[: TILE * TILE], w[TILE * TILE :]  # gradient of the scores
-    live, factor, w = w[:TILE], w[TILE : 2 * TILE], w[2 * TILE :]
+    factor, w = w[: STRIP * TILE], w[STRIP * TILE :]
+    live, w = w[:TILE], w[TILE:]
     delta = w[:n]
     qs[n * D :] = 0
     gs[n * D :] = 0
@@ -62,11 +63,11 @@ def attention_backward_cpu(
     for h in range(part * heads, (part + 1) * heads):
         for r in range(n):
             at, t = r * D, t0 + r
-            x, y, z = q[b, t, h], g[b, t, h], dq[b, t, h]
-            for d in range(D):
-                qs[at + d] = x[d] * scale
-                gs[at + d] = y[d]
-                dqs[at + d] = zero if new_queries else z[d]
+            q_at, g_at, dq_at = offset(q, b, t, h), offset(g, b, t, h), offset(dq, b, t, h)
+            for d in range(0, D, LANES):
+                store(qs, at + d, load(q, q_at + d) * scale)
+                store(gs, at + d, load(g, g_at + d))
+                store(dqs, at + d, zeros if new_queries else load(dq, dq_at + d))
             delta[r] = row_dot(gs[at : at + D], out[b, t, h])
 
         for k0 in range(k_low, k_high, TILE):
@@ -76,9 +77,10 @@ def attention_backward_cpu(
             if holes:
                 find_live(segments, b, t0 + S - T, k0, nk, live)
             for j in range(nk):
-                for d in range(D):
-                    dks[j * D + d] = zero if new_keys else dk[b, k0 + j, part, d]
-                    dvs[j * D + d] = zero if new_keys else dv[b, k0 + j, part, d]
+                at = offset(dk, b, k0 + j, part)
+                for d in range(0, D, LANES):
+                    store(dks, j * D + d, zeros if new_keys else load(dk, at + d))
+                    store(dvs, j * D + d, zeros if new_keys else load(dv, at + d))
             k_at, k_row = offset(k, b, k0, kv), row_stride(k)
 
             for r0 in range(0, n, TILE):
@@ -97,17 +99,14 @@ def attention_backward_cpu(
                     scores(qs[(r0 + r) * D :], STRIP, kt, D, low, high, p[r * TILE :])
                     scores(gs[(r0 + r) * D :], STRIP, vt, D, low, high, ds[r * TILE :])
                     whole = all_low == 0 and all_high == TILE
-                    for y in range(r, stop):
-                        t = t0 + r0 + y
-                        if threshold:
-                            word = ((b * H + h) * T + t) * S + k0
-                            draw(key0, key1, threshold, boost, word, factor)
-                        seen = max(0, p0 + y + 1 - window), min(nk, p0 + y + 1 + reach)
-                        at = y * TILE
-                        harden(
-                            p[at : at + TILE], ds[at : at + TILE], lse[b, h, t], delta[r0 + y],
-                            whole, seen, holes, live, threshold, factor, blanks,
-                        )  # fmt: skip
+                    if threshold:
+                        for y in range(r, stop):
+                            word = ((b * H + h) * T + t0 + r0 + y) * S + k0
+                            draw(key0, key1, threshold, boost, word, factor, (y - r) * TILE)
+                    harden(
+                        p, ds, r, stop, lse[b, h], t0 + r0, delta, r0, p0, nk, reach, window,
+                        whole, holes, live, threshold, factor, blanks,
+                    )  # fmt: skip
                     product(
                         ds, r * TILE, TILE, 1, k, k_at, k_row,
                         dqs, (r0 + r) * D, D, low, all_low, all_high, high,
@@ -131,40 +130,46 @@ def attention_backward_cpu(
 
             for j in range(nk):
                 if not holes or live[j] != 0:
-                    a, c = dk[b, k0 + j, part], dv[b, k0 + j, part]
-                    if h == part * heads:
-                        for d in range(D):
-                            a[d] = dks[j * D + d]
-                            c[d] = dvs[j * D + d]
-                    else:
-                        for d in range(D):
-                            a[d] += dks[j * D + d]
-                            c[d] += dvs[j * D + d]
+                    at = offset(dk, b, k0 + j, part)
+                    for d in range(0, D, LANES):
+                        x, y = load(dks, j * D + d), load(dvs, j * D + d)
+                        if h > part * heads:
+                            x, y = load(dk, at + d) + x, load(dv, at + d) + y
+                        store(dk, at + d, x)
+                        store(dv, at + d, y)
 
         for r in range(n):
-            z = dq[b, t0 + r, h]
-            for d in range(D):
-                z[d] = dqs[r * D + d] * scale if ready else dqs[r * D + d]
+            at = offset(dq, b, t0 + r, h)
+            for d in range(0, D, LANES):
+                x = load(dqs, r * D + d)
+                store(dq, at + d, x * scale if ready else x)
 
 
 @device(forceinline=False)
-def harden(p, ds, lse, delta, whole, seen, holes, live, threshold, factor, blanks):
-    """From scores and g v: probabilities P and dS = P (dP - delta) of one row."""
-    low, high = seen
-    other = load(blanks, 0)
-    for c in range(0, TILE, 16):
-        y = exp(load(p, c) - lse)
-        dy = load(ds, c)
-        kept = y
-        if threshold:
-            dy, kept = dy * load(factor, c), kept * load(factor, c)
-        dy = y * (dy - delta)
+def harden(
+    p, ds, r, stop, lse, t0, delta, r0, p0, nk, reach, window,
+    whole, holes, live, threshold, factor, blanks,
+):  # fmt: skip
+    """From scores and g v: probabilities P and dS = P (dP - delta) of rows r .. stop - 1."""
+    other, low, high = load(blanks, 0), 0, TILE
+    for y in range(r, stop):
+        log_sum, mean = lse[t0 + y], delta[r0 + y]
         if not whole:
-            kept, dy = masked(kept, c, low, high, other), masked(dy, c, low, high, other)
-            if holes:
-                kept, dy = alive(kept, c, live, other), alive(dy, c, live, other)
-        store(p, c, kept)
-        store(ds, c, dy)
+            low, high = max(0, p0 + y + 1 - window), min(nk, p0 + y + 1 + reach)
+        for c in range(0, TILE, LANES):
+            at = y * TILE + c
+            x, dx = exp_flushed(load(p, at) - log_sum), load(ds, at)
+            kept = x
+            if threshold:
+                dropped = load(factor, at - r * TILE)
+                dx, kept = dx * dropped, x * dropped
+            dx = x * (dx - mean)
+            if not whole:
+                kept, dx = masked(kept, c, low, high, other), masked(dx, c, low, high, other)
+                if holes:
+                    kept, dx = alive(kept, c, live, other), alive(dx, c, live, other)
+            store(p, at, kept)
+            store(ds, at, dx)
 
 
 @body

@@ -111,8 +111,8 @@ def product(a, ao, a_row, a_k, b, bo, b_k, c, co, D, low, all_low, all_high, hig
 
 
 @device(forceinline=False)
-def draw(key0, key1, threshold, boost, first, factor):
-    """factor[j] = boost if dropout keeps element first + j, else 0."""
+def draw(key0, key1, threshold, boost, first, factor, o):
+    """factor[o + j] = boost if dropout keeps element first + j, else 0."""
     kept = keep_64(key0, key1, first, threshold)
     for j in range(TILE):
-        factor[j] = boost if (kept >> np.uint64(j)) & np.uint64(1) else factor.dtype.type(0)
+        factor[o + j] = boost if (kept >> np.uint64(j)) & np.uint64(1) else factor.dtype.type(0)
