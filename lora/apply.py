@@ -174,6 +174,15 @@ def unmerge_lora(model: Module) -> int:
     return len(lora_modules(model))
 
 
+def untie_head(model: Module) -> None:
+    """Give a tied head a matrix of its own, with the same values; a head of its own keeps it."""
+    flag = "tie" if hasattr(model.config, "tie") else "tie_word_embeddings"
+    if getattr(model.config, flag):
+        weight = model.lm_head.weight
+        model.lm_head.weight = Tensor(weight.data.copy(), requires_grad=weight.requires_grad)
+        _untie_config(model)
+
+
 def _untie_config(model: Module) -> None:
     flag = "tie" if hasattr(model.config, "tie") else "tie_word_embeddings"
     if getattr(model.config, flag):
