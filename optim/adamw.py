@@ -109,7 +109,7 @@ class AdamW(Optimizer):
             _update_all(updates)
         else:
             for p, g, m, v, constants in updates:
-                adamw_update(p, g, m, v, constants, out=(p, m, v))
+                adamw_update(p, g, m, v, constants, (p, m, v))
         if not self.first_moments:  # slots exist from the first step on, filled or not
             self.first_moments = [None] * len(self.params)
             self.second_moments = [None] * len(self.params)
