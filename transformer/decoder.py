@@ -150,11 +150,6 @@ class Decoder(LanguageModel):
             self.lm_head.weight = self.tokens.weight
         self._turn = None if learned else rope_table(config.block, config.head_dim, ROPE_THETA)
 
-    def named_parameters(self, hf: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(path, parameter) in definition order; with `hf` under GPT-2's names."""
-        own = super().named_parameters()
-        return ((self.hf_name(name), p) for name, p in own) if hf else own
-
     @staticmethod
     def hf_name(path: str) -> str:
         """What GPT-2 calls the module or parameter at `path`.

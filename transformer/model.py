@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -38,6 +38,16 @@ class LanguageModel(Module):
         model = cls.__new__(cls)
         model._build(config)
         return model
+
+    def named_parameters(self, hf: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(path, parameter) in the order of the optimizer's state; `hf`: the checkpoint's names."""
+        own = super().named_parameters()
+        return ((self.hf_name(name), p) for name, p in own) if hf else own
+
+    @staticmethod
+    def hf_name(path: str) -> str:
+        """What a checkpoint of transformers calls the module or parameter at `path`."""
+        return path
 
     def hidden(
         self, ids: Any, positions: Any = None, segments: Any = None, cache: Any = None
