@@ -60,9 +60,10 @@ def mean(x, *, axis=None, keepdims=False):
     """The mean over `axis`; of nothing it is NaN.   x (*) -> (*)"""
     axes, shape = _axes("mean", x, axis), x.shape
     kept = _without(shape, axes, keepdims=True)
-    n = x.dtype.type(math.prod(shape[a] for a in axes))
+    count = math.prod(shape[a] for a in axes)
+    n = x.dtype.type(count or 1)
     total = sum_axes(x, axes).reshape(_without(shape, axes, keepdims))
-    out = total / n if n else array_module(x).full_like(total, np.nan)
+    out = total / n if count else array_module(x).full_like(total, np.nan)
     return out, (lambda g: array_module(g).broadcast_to(g.reshape(kept) / n, shape),)
 
 
