@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from .. import lora
 from ..autograd import set_num_threads
+from ..lora import load_adapter_peft
 from ..optim import weights_sha256
 from ..optim.optimizer import little_endian
 from ..transformer import Transformer, TransformerConfig, load_pretrained
@@ -172,7 +172,7 @@ def open_model(folder: str | Path, adapter: str | Path | None = None) -> Any:
         raise ValueError(f"model: {folder} is an adapter itself; give its base with --adapter")
     model = load_pretrained(base)
     if own or adapter:
-        lora.load_adapter_peft(model, own or adapter)
+        load_adapter_peft(model, own or adapter)
     return model
 
 
@@ -195,7 +195,7 @@ def positions(config: Any) -> int:
 
 
 def steps(run: Run, stop: int) -> Iterator[dict[str, Any]]:
-    """Do steps up to `stop` and yield a row about each; all but `OF_THE_MACHINE` is the same anywhere.
+    """Do steps up to `stop` and yield a row about each, equal anywhere but for `OF_THE_MACHINE`.
 
     A step is one window of `accumulate` micro-batches, whether its gradients were applied or
     dropped (float16 may overflow): step n always has the same data.

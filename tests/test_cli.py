@@ -1,0 +1,350 @@
+"""The `afinar` command, at toy size."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+
+import pytest
+
+from afinar.autograd import get_num_threads, set_num_threads
+from afinar.train.cli import main
+from afinar.train.folder import RunFolder
+from afinar.train.run import OF_THE_MACHINE
+
+TOY = ["--preset", "tiny", "--batch", "2", "--seq-len", "16", "--steps", "6", "--warmup", "2"]
+TOY += ["--eval-every", "3", "--eval-rows", "2", "--digest-every", "2", "--snapshot-every", "3"]
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = get_num_threads()
+    yield
+    set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"{k} squared is {k * k}.\n" for k in range(200)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    """A finished run; tests only read it."""
+    out = tmp_path_factory.mktemp("runs") / "toy"
+    assert main(["train", *TOY, "--data", str(text), "--out", str(out)]) == 0
+    return out
+
+
+def error(capsys, *args):
+    """The one line that a call with bad input prints."""
+    assert main([str(a) for a in args]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("afinar: error: ")
+    return lines[0]
+
+
+def without_machine(rows):
+    return [{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in rows]
+
+
+# --- train ---
+
+
+def test_a_run_folder_holds_what_it_should(run):
+    names = {p.name for p in run.iterdir()}
+    assert names == {
+        "run.toml",
+        "metrics.jsonl",
+        "metrics.csv",
+        "digests.json",
+        "environment.json",
+        "snapshots",
+        "loss.svg",
+        "sample.txt",
+        "model.safetensors",
+        "config.json",
+    }
+    folder = RunFolder.open(run)
+    rows = folder.metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "val_loss" in row] == [3, 6]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert (run / "metrics.csv").read_text().startswith("step,loss,lr,grad_norm,tokens,")
+    assert json.loads((run / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert (run / "loss.svg").read_text().startswith("<svg")
+    assert "squa" in (run / "sample.txt").read_text()
+
+
+def test_the_record_holds_only_what_is_equal_everywhere(run):
+    record = json.loads((run / "digests.json").read_text())
+    assert set(record) == {"seed", "settings", "data", "tokenizer", "model", "steps"}
+    assert [r["step"] for r in record["steps"]] == [0, 2, 3, 4, 6]
+    assert record["steps"][0]["weights"] == record["model"]
+    assert set(record["steps"][0]) == {"step", "weights", "optimizer", "tensors"}
+
+
+def test_the_first_step_uses_a_positive_rate_after_warmup_from_zero(run):
+    # lr(0) = 0 under warmup, as Hugging Face's schedules; then lr / 2, then lr.
+    rates = [row["lr"] for row in RunFolder.open(run).metrics()]
+    assert rates[:3] == [0.0, 0.0015, 0.003]
+
+
+def test_threads_and_a_config_file_give_the_same_record(run, text, tmp_path):
+    out = tmp_path / "again"
+    config = ["--config", str(run / "run.toml"), "--out", str(out)]
+    assert main(["train", *config, "--threads", "1"]) == 0
+    assert (out / "digests.json").read_bytes() == (run / "digests.json").read_bytes()
+    assert (out / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
+
+
+def test_plain_lines_when_it_is_no_terminal(text, tmp_path, capsys):
+    args = ["train", *TOY, "--steps", "2", "--data", str(text), "--out", str(tmp_path / "r")]
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert "\r" not in out
+    assert "cores, " in out
+    assert "threading layer" in out
+    line = next(line for line in out.splitlines() if line.startswith("step 2/2"))
+    for word in ("loss ", "val ", "lr ", "norm ", "tok/s", "ETA "):
+        assert word in line
+
+
+def test_without_out_a_new_numbered_run(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for n in ("001", "002"):
+        assert main(["train", *TOY, "--steps", "1", "--data", str(text)]) == 0
+        assert (tmp_path / "runs" / n / "model.safetensors").is_file()
+
+
+def test_flags_win_over_the_config_file(text, tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text(
+        'preset = "tiny"\nsteps = 9\nbatch = 2\nseq_len = 16\nlr = 1e-5\nwarmup = 0\n'
+    )
+    args = ["--config", str(config), "--data", str(text), "--out", str(tmp_path / "r")]
+    assert main(["train", *args, "--steps", "1"]) == 0
+    written = tomllib.loads((tmp_path / "r" / "run.toml").read_text())
+    assert (written["steps"], written["lr"], written["seed"]) == (1, 1e-5, 42)
+    assert written["data"] == str(text)
+
+
+def test_training_goes_on_from_a_run(run, text, tmp_path):
+    out = tmp_path / "tuned"
+    args = ["--model", str(run), "--data", str(text), "--out", str(out), "--steps", "1"]
+    assert main(["train", *args, "--batch", "2", "--seq-len", "16"]) == 0
+    start = json.loads((out / "digests.json").read_text())["model"]
+    assert start == json.loads((run / "digests.json").read_text())["steps"][-1]["weights"]
+
+
+# --- bad input: one sentence, exit status 2, nothing left behind ---
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--data", "nowhere"], "nowhere is neither a file nor a folder"),
+        (["--data", "EMPTY"], "holds no text"),
+        (["--data", "SHORT"], "fewer than one sequence needs"),
+        (["--data", "SHORT", "--seq-len", "2", "--batch", "9"], "fewer than a batch of 9"),
+        (["--seq-len", "4096"], "the model has 512 positions"),
+        (["--preset", "huge"], "known presets are tiny, llama2_7b"),
+        (["--lr", "0"], "--lr is 0.0; it must be above 0"),
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--lora", "q_proj"], "name it with --model"),
+        (["--model", "x"], "pick one"),
+        (["--checkpointing", "some"], "the policy is one of"),
+        (["--threads", "100000"], "100000 asked for"),
+        (["--config", "UNKNOWN"], "unknown keys learning_rate, speed; known are data, model"),
+        (["--config", "TYPE"], "batch must be int, not '4'"),
+        (["--config", "CHOICE"], "precision must be one of fp32, bf16, fp16"),
+        (["--config", "BROKEN"], "is not TOML"),
+        (["--config", "nowhere.toml"], "cannot be read"),
+        (["--device", "gpu"], "GPU"),
+        (["--resume", "nowhere"], "is not a run"),
+    ],
+)
+def test_bad_input(args, says, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "EMPTY": "",
+        "SHORT": "short",
+        "UNKNOWN": "learning_rate = 1\nspeed = 2\n",
+        "TYPE": "batch = '4'\n",
+        "CHOICE": "precision = 'fp8'\n",
+        "BROKEN": "= 1\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    defaults = ["--data", str(text), "--preset", "tiny", "--out", "out"]
+    assert says in error(capsys, "train", *defaults, *args)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_exists_is_not_overwritten(run, text, capsys):
+    before = (run / "model.safetensors").read_bytes()
+    message = error(capsys, "train", *TOY, "--data", text, "--out", run)
+    assert "exists already; give another --out, or continue it with --resume" in message
+    assert (run / "model.safetensors").read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written(text, capsys):
+    message = error(capsys, "train", *TOY, "--data", text, "--out", text / "inside")
+    assert "cannot be written" in message
+
+
+def test_a_second_writer_is_refused(run, capsys):
+    with RunFolder.open(run).locked():
+        message = error(capsys, "train", "--resume", run)
+    assert "is being written by another process" in message
+
+
+def test_other_flags_and_errors_of_argparse(capsys):
+    for args in (["train", "--speed", "9"], ["train", "--precision", "fp8"], ["nothing"], []):
+        with pytest.raises(SystemExit) as stop:
+            main(args)
+        assert stop.value.code == 2
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith("afinar ")
+
+
+# --- stop and resume ---
+
+
+def command(*args):
+    return [sys.executable, "-m", "afinar.train", *map(str, args)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_is_whole_and_goes_on_as_if_it_had_not_stopped(number, text, tmp_path):
+    args = ["--config", tmp_path / "c.toml", "--data", text]
+    (tmp_path / "c.toml").write_text(
+        'preset = "tiny"\nsteps = 400\nbatch = 1\nseq_len = 8\neval_every = 40\neval_rows = 2\n'
+        "digest_every = 40\nsnapshot_every = 200\n"
+    )
+    stopped = tmp_path / "stopped"
+    process = subprocess.Popen(
+        command("train", *args, "--out", stopped), stdout=subprocess.PIPE, text=True
+    )
+    for line in process.stdout:
+        if line.startswith("step 10/"):
+            process.send_signal(number)
+    assert process.wait() == 1
+    folder = RunFolder.open(stopped)
+    done = folder.metrics()[-1]["step"]
+    assert 10 <= done < 400
+    assert folder.digests()["steps"][-1]["step"] == done
+    assert (stopped / "model.safetensors").is_file()
+    assert main(["verify", str(stopped)]) == 0
+
+    assert main(["train", "--resume", str(stopped)]) == 0
+    straight = tmp_path / "straight"
+    assert main(["train", *map(str, args), "--out", str(straight)]) == 0
+    assert (stopped / "digests.json").read_bytes() == (straight / "digests.json").read_bytes()
+    rows, expected = (RunFolder.open(r).metrics() for r in (stopped, straight))
+    assert without_machine(rows) == without_machine(expected)
+    assert len(folder.environment()["sessions"]) == 2
+
+
+def test_a_killed_run_loses_no_more_than_since_its_snapshot(text, tmp_path):
+    out = tmp_path / "killed"
+    args = ["--data", text, "--preset", "tiny", "--steps", "400", "--batch", "1", "--seq-len", "8"]
+    process = subprocess.Popen(
+        command("train", *args, "--snapshot-every", "7", "--out", out), stdout=subprocess.PIPE
+    )
+    while not (out / "snapshots" / "step-00000014").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9')  # a line cut off by the kill
+    assert main(["train", "--resume", str(out)]) == 0
+    assert [row["step"] for row in RunFolder.open(out).metrics()] == list(range(1, 401))
+    assert main(["verify", str(out), "--from", "399"]) == 2  # no snapshot there
+
+
+def test_a_resumed_run_keeps_its_settings_and_data(run, text, tmp_path, capsys):
+    assert "--lr 0.1 differs from the run's 0.003" in error(
+        capsys, "train", "--resume", run, "--lr", "0.1"
+    )
+    other = tmp_path / "other.txt"
+    other.write_text("x" * 1000)
+    assert "the data is not the run's any more" in error(
+        capsys, "train", "--resume", run, "--data", other
+    )
+    assert main(["train", "--resume", str(run)]) == 0
+    assert "is complete: all 6 steps are done" in capsys.readouterr().out
+
+
+# --- the other verbs ---
+
+
+def test_generate_continues_a_prompt_and_is_repeatable(run, capsys):
+    args = ["generate", str(run), "--prompt", "12 squared", "--max-new-tokens", "20"]
+    assert main(args) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("12 squared")
+    assert main(args) == 0
+    assert capsys.readouterr().out == first
+    assert "needs a chat template" in error(capsys, *args, "--chat")
+
+
+def test_stop_texts_end_a_generation():
+    from afinar.train.commands import until
+    from afinar.train.text import ByteTokenizer, Stream
+
+    def cut(text, *stops):
+        return "".join(until(iter(text.encode()), Stream(ByteTokenizer()), list(stops)))
+
+    assert cut("one two three", " three", "two") == "one "
+    assert cut("one tw", "two") == "one tw"
+    assert cut("aab", "ab") == "a"
+    assert cut("one") == "one"
+
+
+def test_eval_counts_every_token(run, tmp_path, capsys):
+    file = tmp_path / "t.txt"
+    file.write_text("7 squared is 49.\n" * 3)
+    assert main(["eval", "--model", str(run), "--data", str(file), "--seq-len", "16"]) == 0
+    assert "over 51 tokens" in capsys.readouterr().out  # 51 bytes and the end, but not the first
+
+
+def test_data_show_marks_what_is_trained(tmp_path, capsys):
+    file = tmp_path / "d.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    assert main(["data", "show", str(file), "--seq-len", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "1+1=⟦2<end>⟧ | 3 places of padding" in out
+    assert main(["data", "show", str(file), "--seq-len", "8", "--no-mask-prompt", "--ids"]) == 0
+    assert "49:'1'⟦43:'+' 49:'1' 61:'=' 50:'2' 256:'<end>'⟧" in capsys.readouterr().out
+
+
+def test_the_live_line_of_a_terminal():
+    import io
+
+    from afinar.train.progress import Progress
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    progress = Progress(screen, 2)
+    row = {"loss": 1.5, "lr": 1e-3, "grad_norm": 0.5, "tokens": 64}
+    progress.step({**row, "step": 1})
+    progress.drawn = 0.0
+    progress.step({**row, "step": 2, "val_loss": 1.25})
+    progress.close()
+    lines = screen.getvalue().split("\r\x1b[K")
+    assert lines[1].startswith("first step after")
+    assert lines[-1].startswith("step 2/2  ████████████  loss 1.5000  val 1.2500  lr 1.00e-03")
+    assert screen.getvalue().endswith("\n")

@@ -1,0 +1,185 @@
+"""`afinar verify`: a run replays to its own digests, and every kind of tampering is found."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from afinar.autograd import get_num_threads, set_num_threads
+from afinar.train import verify
+from afinar.train.cli import main
+
+TOY = ["--preset", "tiny", "--batch", "2", "--seq-len", "16", "--steps", "6"]
+TOY += ["--eval-every", "3", "--eval-rows", "2", "--digest-every", "2", "--snapshot-every", "3"]
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = get_num_threads()
+    yield
+    set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A finished run beside its data."""
+    folder = tmp_path_factory.mktemp("verify")
+    (folder / "data.txt").write_text("".join(f"{k} squared is {k * k}.\n" for k in range(200)))
+    args = ["--data", str(folder / "data.txt"), "--out", str(folder / "run")]
+    assert main(["train", *TOY, *args]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(original, tmp_path):
+    """A copy to tamper with; its data stays where it is."""
+    shutil.copytree(original / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def edit(path, change):
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def test_a_run_replays_at_any_number_of_threads(run):
+    for threads in (1, 2):
+        report = verify(run, threads=threads)
+        assert report.ok
+        assert (report.start, report.stop, report.compared) == (0, 6, 5)
+
+
+def test_a_part_between_snapshots_replays(run, capsys):
+    assert main(["verify", str(run), "--from", "3", "--to", "4"]) == 0
+    assert "steps 3 to 4" in capsys.readouterr().out
+    with pytest.raises(
+        ValueError, match="no snapshot of step 2 to start from; it has those of 3, 6"
+    ):
+        verify(run, start=2)
+    with pytest.raises(ValueError, match=r"steps 0 to 7 were asked for; the record .* 0 to 6"):
+        verify(run, stop=7)
+
+
+def test_moved_data_is_given_by_hand(original, run, tmp_path):
+    shutil.copy(original / "data.txt", tmp_path / "data.txt")
+    assert verify(run, data=tmp_path / "data.txt").ok
+
+
+def test_missing_data_is_bad_input(run, tmp_path, capsys):
+    assert main(["verify", str(run), "--data", str(tmp_path / "gone")]) == 2
+    assert "neither a file nor a folder" in capsys.readouterr().err
+
+
+def test_changed_data_is_found(run, original, tmp_path, capsys):
+    text = (original / "data.txt").read_text()
+    (tmp_path / "data.txt").write_text(text.replace("49", "50"))
+    assert main(["verify", str(run), "--data", str(tmp_path / "data.txt")]) == 1
+    assert "the data differs" in capsys.readouterr().out
+
+
+def test_changed_weights_are_found(run):
+    weights = load_file(run / "model.safetensors")
+    weights["model.norm.weight"][5] = np.nextafter(weights["model.norm.weight"][5], np.float32(9))
+    save_file(weights, run / "model.safetensors", {"format": "pt"})
+    assert verify(run).problems == [f"the weights in {run} are not those of step 6"]
+
+
+def test_changed_settings_are_found(run):
+    text = (run / "run.toml").read_text()
+    (run / "run.toml").write_text(text.replace("lr = 0.003", "lr = 0.004"))
+    assert "run.toml does not hold the settings" in verify(run).problems[0]
+    edit(run / "digests.json", lambda d: d.update(settings=_settings_sha(run)))
+    # Even with a settings hash that fits, the replay departs.
+    assert "step 1: lr departs" in verify(run).problems[0]
+
+
+def _settings_sha(run):
+    from afinar.train.folder import RunFolder
+    from afinar.train.run import settings_sha256
+
+    return settings_sha256(RunFolder.open(run).settings())
+
+
+def test_changed_model_config_is_found(run):
+    edit(run / "config.json", lambda c: c.update(rms_norm_eps=1e-5))
+    assert verify(run).problems == ["config.json: rms_norm_eps is 1e-05, the run's is 1e-06"]
+
+
+@pytest.mark.parametrize("what", ["weights", "optimizer"])
+def test_a_changed_digest_is_found(run, what):
+    def change(record):
+        step = record["steps"][2]
+        step[what] = step[what][:-1] + ("0" if step[what][-1] != "0" else "1")
+
+    edit(run / "digests.json", change)
+    assert verify(run).problems == [f"step 3: the digest of the {what} departs"]
+
+
+def test_a_changed_tensor_is_named(run):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def change(record):
+        tensors = record["steps"][1]["tensors"]
+        first, second, third = tensors[name].split()
+        tensors[name] = f"{first} {second[::-1]} {third}"
+
+    edit(run / "digests.json", change)
+    assert verify(run).problems == [f"step 2: the first moments of {name} depart"]
+
+
+def test_a_left_out_digest_is_found(run):
+    edit(run / "digests.json", lambda d: d["steps"].pop(1))
+    assert verify(run).problems == ["digests.json has no digests of step 2"]
+
+
+def test_a_changed_seed_is_found(run):
+    edit(run / "digests.json", lambda d: d.update(seed=7))
+    assert verify(run).problems == ["the seed differs: recorded 7, now 42"]
+
+
+def test_changed_metrics_are_found(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(lines[3])
+    row["loss"] -= 1e-7
+    lines[3] = json.dumps(row)
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert "step 4: loss departs" in verify(run).problems[0]
+
+
+def test_a_left_out_step_is_found(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(lines[:4] + lines[5:]) + "\n")
+    assert verify(run).problems == ["step 5: metrics.jsonl has no such step"]
+
+
+def test_a_changed_snapshot_is_found(run):
+    path = run / "snapshots" / "step-00000003" / "moments.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert "is not what was written" in verify(run).problems[0]
+    assert "is not what was written" in verify(run, start=3).problems[0]
+
+
+def test_a_run_of_a_changed_model_is_found(original, tmp_path, capsys):
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    shutil.copytree(original / "run", base)
+    args = ["--model", base, "--data", original / "data.txt", "--out", tuned, "--steps", "1"]
+    assert main(["train", *map(str, args), "--batch", "2", "--seq-len", "16"]) == 0
+    assert verify(tuned).ok
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    assert "the model differs" in verify(tuned).problems[0]
+    assert main(["verify", str(tuned)]) == 1
+    shutil.rmtree(base)
+    assert main(["verify", str(tuned)]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+
+
+def test_what_is_no_run_is_bad_input(tmp_path):
+    with pytest.raises(ValueError, match="is not a run"):
+        verify(tmp_path)
