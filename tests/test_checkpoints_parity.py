@@ -135,7 +135,9 @@ def test_loss_gradients_and_five_adamw_steps(pair):
     theirs, folder = pair
     ours = load_pretrained(folder)
     theirs = type(theirs).from_pretrained(folder).eval()
-    settings = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    # eps well above rounding: some gradients are 0 but for it (a bias of all keys changes nothing),
+    # and Adam would make steps of full size out of their noise.
+    settings = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
     our_steps = AdamW(ours.parameters(), **settings)
     their_steps = torch.optim.AdamW(theirs.parameters(), **settings)
     for step in range(5):
@@ -159,7 +161,7 @@ def test_loss_gradients_and_five_adamw_steps(pair):
         their_steps.step()
     for name, p, q, turned in named(ours, theirs):
         want = q.detach().numpy().T if turned else q.detach().numpy()
-        np.testing.assert_allclose(p.data, want, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(p.data, want, atol=2e-5, err_msg=name)
 
 
 def test_greedy_continuation(pair):

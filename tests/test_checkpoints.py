@@ -1,0 +1,493 @@
+"""Checkpoint folders: what comes back, what is refused, and what a broken file says."""
+
+import dataclasses
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from afinar.autograd import no_grad
+from afinar.transformer import (
+    Decoder,
+    DecoderConfig,
+    Transformer,
+    TransformerConfig,
+    load_pretrained,
+    save_pretrained,
+)
+from afinar.transformer.hf_config import config_from_hf
+from afinar.transformer.safetensors_io import (
+    TensorFile,
+    atomic_file,
+    convert,
+    write_safetensors,
+)
+
+TINY = TransformerConfig.tiny()
+SMALL = dataclasses.replace(TINY, vocab_size=50, intermediate_size=32)
+GPT2 = DecoderConfig(vocab=50, n_layer=2, n_head=2, d_model=16, block=32, activation="gelu_tanh")
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_pretrained(Transformer(SMALL, seed=1), tmp_path)
+    return tmp_path
+
+
+def change_config(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def change_tensors(folder, **tensors):
+    """Tensors replaced, added, or (None) left out."""
+    path = folder / "model.safetensors"
+    old = safetensors.numpy.load_file(path)
+    new = {k: v for k, v in (old | tensors).items() if v is not None}
+    write_safetensors(path, new)
+
+
+def same(a, b):
+    for (name, p), (other, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        assert name == other
+        np.testing.assert_array_equal(p.data, q.data)
+
+
+# --- files ---------------------------------------------------------------------------------
+
+
+def test_the_bytes_are_those_of_the_library(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {
+        "b": rng.normal(size=(3, 5)).astype(np.float32),
+        "a": rng.normal(size=7).astype(np.float16),
+        "é": rng.normal(size=(2, 1, 2)).astype(np.float32),
+        "none": np.zeros((0, 4), np.float32),
+        "scalar": np.array(2.5, np.float32),
+    }
+    write_safetensors(tmp_path / "x.safetensors", tensors, {"format": "pt"})
+    expected = safetensors.numpy.save(tensors, {"format": "pt"})
+    assert (tmp_path / "x.safetensors").read_bytes() == expected
+    file = TensorFile(tmp_path / "x.safetensors")
+    assert file.metadata == {"format": "pt"}
+    for name, a in tensors.items():
+        np.testing.assert_array_equal(file.read(name), a)
+
+
+def test_arrays_in_any_layout_are_written_right(tmp_path):
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)
+    views = {"f": np.asfortranarray(x), "t": x.T, "step": x[::2, ::3], "back": x[::-1]}
+    write_safetensors(tmp_path / "x.safetensors", views)
+    loaded = safetensors.numpy.load_file(tmp_path / "x.safetensors")
+    for name, view in views.items():
+        np.testing.assert_array_equal(loaded[name], view)
+
+
+@given(st.lists(st.floats(width=32), max_size=20))
+def test_bfloat16_rounds_to_nearest_even(values):
+    x = np.array(values, np.float32)
+    back = convert(convert(x, "F32", "BF16"), "BF16", "F32")
+    bits = convert(x, "F32", "BF16").astype(np.int64)
+    for a, b, n in zip(x.astype(np.float64), back.astype(np.float64), bits, strict=True):
+        if np.isnan(a):
+            assert np.isnan(b)
+            continue
+        sides = [
+            float(convert(np.array([max(min(m, 0xFF80), 0)], np.uint16), "BF16", "F32")[0])
+            for m in (n - 1, n + 1)
+            if (m & 0x7FFF) <= 0x7F80 and (m ^ n) < 0x8000
+        ]
+        if np.isinf(b):
+            assert np.isinf(a) or abs(a) >= 2.0**127 * (2 - 2.0**-8)
+            continue
+        assert all(abs(a - b) <= abs(a - s) for s in sides if np.isfinite(s))
+        if any(abs(a - b) == abs(a - s) for s in sides):
+            assert n % 2 == 0
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+
+    def fail():
+        with atomic_file(path) as f:
+            f.write(b"half")
+            raise KeyboardInterrupt
+
+    pytest.raises(KeyboardInterrupt, fail)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+# --- round trips ---------------------------------------------------------------------------
+
+
+CONFIGS = {
+    "tied": SMALL,
+    "untied": dataclasses.replace(SMALL, tie_word_embeddings=False),
+    "llama": dataclasses.replace(
+        SMALL,
+        attention_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head_dim=20,
+        rope_scaling={"rope_type": "linear", "factor": 2.0},
+    ),
+    "mistral": dataclasses.replace(SMALL, sliding_window=7, num_kv_heads=1),
+    "qwen2": dataclasses.replace(
+        SMALL,
+        attention_bias=True,
+        sliding_window=7,
+        layer_types=("full_attention", "sliding_attention"),
+    ),
+    "qwen3": dataclasses.replace(SMALL, qk_norm=True, head_dim=20),
+    "gpt2": GPT2,
+    "gpt2-untied": dataclasses.replace(GPT2, tie=False, d_ff=24, activation="gelu"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_round_trip(name, tmp_path):
+    config = CONFIGS[name]
+    cls = Decoder if isinstance(config, DecoderConfig) else Transformer
+    model = cls(config, seed=4)
+    rng = np.random.default_rng(0)
+    for p in model.parameters():
+        p.data[...] += rng.normal(0, 0.1, p.shape)
+    save_pretrained(model, tmp_path)
+    again = load_pretrained(tmp_path)
+    assert type(again) is cls
+    same(model, again)
+    for f in dataclasses.fields(config):
+        if not f.name.startswith("hf_"):
+            assert getattr(again.config, f.name) == getattr(config, f.name), f.name
+    assert all(p.requires_grad for p in again.parameters())
+    first = (tmp_path / "model.safetensors").read_bytes()
+    config_json = (tmp_path / "config.json").read_bytes()
+    save_pretrained(again, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == first
+    assert (tmp_path / "config.json").read_bytes() == config_json
+
+
+def test_bfloat16_stays_in_16_bits(tmp_path):
+    model = Transformer(SMALL, seed=1)
+    save_pretrained(model, tmp_path, dtype="bfloat16")
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    short = load_pretrained(tmp_path, "bfloat16")
+    wide = load_pretrained(tmp_path)
+    for (name, p), q in zip(short.named_parameters(), wide.parameters(), strict=True):
+        assert p.dtype == (np.uint16 if p.ndim == 2 else np.float32), name
+        bits = p.data if p.ndim == 2 else convert(p.data, "F32", "BF16")
+        np.testing.assert_array_equal(convert(bits, "BF16", "F32"), q.data)
+    ids = np.random.default_rng(0).integers(0, 50, (2, 9))
+    with no_grad():
+        np.testing.assert_array_equal(short(ids).numpy(), wide(ids).numpy())
+    assert short.loss(ids, ids).item() == wide.loss(ids, ids).item()
+    first = (tmp_path / "model.safetensors").read_bytes()
+    save_pretrained(short, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == first
+
+
+def test_what_is_not_ours_in_the_config_is_kept(folder):
+    change_config(folder, eos_token_id=[2, 3], _name_or_path="somewhere")
+    model = load_pretrained(folder)
+    save_pretrained(model, folder / "out")
+    config = json.loads((folder / "out" / "config.json").read_text())
+    assert (config["eos_token_id"], config["_name_or_path"]) == ([2, 3], "somewhere")
+
+
+def test_other_arrays_than_the_model_s_own(folder):
+    model = load_pretrained(folder)
+    state = {k: a + 1 for k, a in model.state_dict().items()}
+    save_pretrained(model, folder, state=state)
+    for name, p in load_pretrained(folder).named_parameters():
+        np.testing.assert_array_equal(p.data, state[name])
+    with pytest.raises(ValueError, match=r"unexpected .*lora_A.*adapters must be merged"):
+        save_pretrained(model, folder, state=state | {"x.lora_A.0": state[NAME]})
+
+
+def test_a_head_beside_tied_embeddings(folder):
+    table = load_pretrained(folder).model.embed_tokens.weight.data
+    change_tensors(folder, **{"lm_head.weight": table.copy()})
+    assert load_pretrained(folder).config.tie_word_embeddings
+    change_tensors(folder, **{"lm_head.weight": table + 1})
+    model = load_pretrained(folder)
+    assert not model.config.tie_word_embeddings
+    np.testing.assert_array_equal(model.lm_head.weight.data, table + 1)
+    save_pretrained(model, folder / "out")
+    config = json.loads((folder / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    same(model, load_pretrained(folder / "out"))
+
+
+def test_gpt2_as_it_is_on_the_hub(tmp_path):
+    """No `transformer.` prefix, mask buffers beside the weights, matrices as (in, out)."""
+    model = Decoder(GPT2, seed=1)
+    save_pretrained(model, tmp_path)
+    stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert stored["transformer.h.0.attn.c_attn.weight"].shape == (16, 48)
+    bare = {name.removeprefix("transformer."): a for name, a in stored.items()}
+    bare |= {f"h.{n}.attn.bias": np.ones((1, 1, 32, 32), np.float32) for n in range(2)}
+    bare |= {"h.0.attn.masked_bias": np.array(-1e4, np.float32)}
+    write_safetensors(tmp_path / "model.safetensors", bare)
+    same(model, load_pretrained(tmp_path))
+    change_tensors(tmp_path, **{"h.1.attn.c_attn.bias": None})
+    with pytest.raises(ValueError, match=r"missing blocks.1.attn.qkv.bias"):
+        load_pretrained(tmp_path)
+
+
+# --- shards --------------------------------------------------------------------------------
+
+
+def shard(folder, parts=3):
+    """The folder's file cut into shards, with an index."""
+    stored = safetensors.numpy.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    where = {name: f"model-{n % parts}.safetensors" for n, name in enumerate(sorted(stored))}
+    for file in set(where.values()):
+        write_safetensors(folder / file, {k: a for k, a in stored.items() if where[k] == file})
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return index, where
+
+
+def test_shards(folder):
+    model = load_pretrained(folder)
+    shard(folder)
+    same(model, load_pretrained(folder))
+
+
+def test_a_wrong_index_is_named(folder):
+    index, where = shard(folder)
+    for change, message in (
+        ({NAME: "model-9.safetensors"}, f"{NAME} should be in model-9.safetensors, which does not"),
+        ({"x": where[NAME]}, f"x should be in {where[NAME]}, which does not have it"),
+        ({NAME: None}, f"{where[NAME]} has {NAME}, which the index does not list"),
+        ({NAME: "../model.safetensors"}, "should be in ../model.safetensors"),
+    ):
+        changed = {k: v for k, v in (where | change).items() if v}
+        index.write_text(json.dumps({"weight_map": changed}))
+        with pytest.raises(ValueError, match=f"index.json: .*{message}"):
+            load_pretrained(folder)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="not an index"):
+        load_pretrained(folder)
+
+
+def test_numbered_steps_and_loose_files(folder):
+    model = load_pretrained(folder)
+    single = folder / "model.safetensors"
+    for step in (9, 10, 2):
+        state = {k: a + step for k, a in model.state_dict().items()}
+        write_safetensors(folder / f"model-step-{step}.safetensors", state)
+    single.rename(folder / "kept")
+    loaded = load_pretrained(folder).state_dict()
+    np.testing.assert_array_equal(loaded[NAME], model.state_dict()[NAME] + 10)
+    for step in (9, 10, 2):
+        (folder / f"model-step-{step}.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="No SafeTensors files found in"):
+        load_pretrained(folder)
+    state = list(model.state_dict().items())
+    write_safetensors(folder / "a.safetensors", dict(state[:5]))
+    write_safetensors(folder / "b.safetensors", dict(state[5:]))
+    same(model, load_pretrained(folder))
+    write_safetensors(folder / "c.safetensors", dict(state[:1]))
+    with pytest.raises(ValueError, match=f"{state[0][0]} is in a.safetensors and in c.safetensors"):
+        load_pretrained(folder)
+
+
+# --- refusals ------------------------------------------------------------------------------
+
+
+def test_tensors_that_do_not_fit_are_named(folder):
+    good = safetensors.numpy.load_file(folder / "model.safetensors")
+    for change, message in (
+        ({NAME: None}, f"missing {NAME}"),
+        ({"other": good[NAME]}, "unexpected other"),
+        ({NAME: good[NAME].T}, rf"{NAME} is \(64, 32\), the model needs \(32, 64\)"),
+        ({NAME: good[NAME].astype(np.float16) * np.float16(np.inf)}, f"'{NAME}' at index 0"),
+        ({NAME: np.where(good[NAME] == good[NAME][3, 5], np.nan, good[NAME])}, "at index 197"),
+    ):
+        write_safetensors(folder / "model.safetensors", good)
+        change_tensors(folder, **change)
+        with pytest.raises(ValueError, match=message):
+            load_pretrained(folder)
+
+
+def test_tensors_of_other_types_are_refused(folder):
+    good = safetensors.numpy.load_file(folder / "model.safetensors")
+    good[NAME] = good[NAME].astype(np.int8)
+    safetensors.numpy.save_file(good, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{NAME} is stored as I8"):
+        load_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda raw: raw[:-10], "is cut off"),
+        (lambda raw: raw[:40], "is cut off"),
+        (lambda raw: raw[:3], "not a safetensors file"),
+        (lambda raw: b"", "not a safetensors file"),
+        (lambda raw: raw + b"x", "bytes that its header does not know"),
+        (lambda raw: b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer"),
+        (lambda raw: raw[:9] + b"\xff" + raw[10:], "not a safetensors file"),
+        (lambda raw: struct.pack("<Q", 10**12) + raw[8:], "not a safetensors file"),
+        (lambda raw: raw.replace(b"[1,", b"[2,", 1), "not a safetensors file"),
+    ],
+)
+def test_damaged_files_say_what_is_wrong(folder, damage, message):
+    path = folder / "model.safetensors"
+    write_safetensors(path, {"a": np.ones((1, 8), np.float32)})
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=f"model.safetensors.*{message}"):
+        load_pretrained(folder)
+
+
+def test_folders_that_are_none(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        load_pretrained(tmp_path)
+    for text, message in (
+        ("{", "not JSON"),
+        ("[]", "an object is needed"),
+        ("version https://git-lfs.github.com", "Git LFS pointer"),
+        ("{}", "model_type None is not supported"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="not 'float8'"):
+        load_pretrained(tmp_path, "float8")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_type", "gemma2"),
+        ("architectures", ["LlamaForSequenceClassification"]),
+        ("hidden_act", "gelu"),
+        ("attention_dropout", 0.1),
+        ("partial_rotary_factor", 0.5),
+        ("rope_interleaved", True),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("quantization_config", {"bits": 4}),
+        ("residual_multiplier", 0.22),
+        ("num_local_experts", 8),
+        ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}),
+        ("rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4}),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+        ("hidden_size", None),
+    ],
+)
+def test_settings_that_change_the_maths_are_refused_by_name(folder, field, value):
+    change_config(folder, **{field: value})
+    name = "rope_" if field.startswith("rope_") else field.removesuffix("s")
+    with pytest.raises(ValueError, match=name):
+        load_pretrained(folder)
+
+
+def test_partial_rotation_is_refused_where_version_5_has_it(folder):
+    change_config(folder, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5})
+    with pytest.raises(ValueError, match=r"partial_rotary_factor is 0.5"):
+        load_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("activation_function", "relu"),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("reorder_and_upcast_attn", True),
+        ("scale_attn_weights", False),
+        ("add_cross_attention", True),
+        ("resid_pdrop", 0.3),
+    ],
+)
+def test_gpt2_settings_that_are_refused(tmp_path, field, value):
+    save_pretrained(Decoder(GPT2), tmp_path)
+    change_config(tmp_path, **{field: value})
+    with pytest.raises(ValueError, match=field):
+        load_pretrained(tmp_path)
+
+
+def test_what_absent_keys_mean():
+    base = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "vocab_size": 50,
+    }
+    mistral = config_from_hf(base | {"model_type": "mistral"})
+    assert (mistral.sliding_window, mistral.num_kv_heads) == (4096, 8)
+    none = config_from_hf(base | {"model_type": "mistral", "sliding_window": None})
+    assert none.sliding_window is None
+    qwen2 = config_from_hf(base | {"model_type": "qwen2", "sliding_window": 8})
+    assert (qwen2.sliding_window, qwen2.attention_bias, qwen2.o_bias) == (None, True, False)
+    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    qwen2 = config_from_hf(base | {"model_type": "qwen2"} | sliding)
+    assert qwen2.layer_types == ("full_attention", "sliding_attention")
+    assert [qwen2.window(n) for n in range(2)] == [None, 8]
+    qwen3 = config_from_hf(base | {"model_type": "qwen3", "attention_bias": True})
+    assert (qwen3.head_dim, qwen3.o_bias, qwen3.qk_norm) == (128, True, True)
+    llama = config_from_hf(base | {"model_type": "llama", "rms_norm_eps": 1e-5})
+    assert (llama.num_kv_heads, llama.rope_theta, llama.tie_word_embeddings) == (32, 1e4, False)
+    gpt2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 8, "vocab_size": 9}
+    gpt2 = config_from_hf(gpt2 | {"model_type": "gpt2"})
+    assert (gpt2.tie, gpt2.activation, gpt2.ff) == (True, "gelu_tanh", 128)
+
+
+def test_models_that_transformers_has_no_name_for(tmp_path):
+    for change, name in (
+        ({"o_bias": True}, "o_bias"),
+        ({"rope_theta": 0.0}, "rope_theta"),
+        ({"hf_model_type": "llama", "qk_norm": True}, "qk_norm"),
+        ({"qk_norm": True, "qk_norm_eps": 1e-5}, "qk_norm_eps"),
+    ):
+        with pytest.raises(ValueError, match=f"no {name} = "):
+            save_pretrained(Transformer(dataclasses.replace(SMALL, **change)), tmp_path)
+    with pytest.raises(ValueError, match="learned positions"):
+        save_pretrained(Decoder(dataclasses.replace(GPT2, pos="rope")), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# --- a real model --------------------------------------------------------------------------
+
+FOLDER = os.environ.get("AFINAR_SMOLLM2")
+real = pytest.mark.skipif(FOLDER is None, reason="AFINAR_SMOLLM2 names no folder")
+IDS = [504, 2365, 6354, 16438, 27003, 690, 260, 23790, 2767, 30, 7042, 314, 260, 3575, 282]
+IDS += [4649, 28, 284, 11452, 314, 260, 3575, 282, 4521, 30]
+
+
+@pytest.mark.real
+@real
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_smollm2_has_its_published_loss(dtype):
+    model = load_pretrained(FOLDER, dtype)
+    assert abs(model.loss([IDS[:-1]], [IDS[1:]]).item() - 2.6648) < 1e-4
+
+
+@pytest.mark.real
+@real
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_holds_little_more_than_what_is_kept(dtype):
+    program = f"""
+import resource
+from afinar.transformer import load_pretrained
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = load_pretrained({FOLDER!r}, {dtype!r})
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) * 1024 / sum(p.data.nbytes for p in model.parameters()))
+"""
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert float(out.stdout) <= 1.3
