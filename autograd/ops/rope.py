@@ -15,6 +15,8 @@ from ..buffers import empty
 from ..lanes import load, store
 from ..launch import body, strided
 from ..tape import op
+from .elementwise import add_arrays, mul_arrays, neg_array
+from .reduce import sum_axes
 
 
 @op
@@ -30,8 +32,20 @@ def rope(x, cos, sin):
             f"rope: x (B, T, H, D) with an even D needs cos and sin (B, T, D/2) or (T, D/2), "
             f"given x {x.shape}, cos {cos.shape}, sin {sin.shape}"
         )
+    half = D // 2
     cos, sin = (a if a.ndim == 3 else a[None] for a in (cos, sin))
-    return rope_rotate(x, cos, sin), (lambda g: rope_rotate(g, cos, -sin), None, None)
+    return rope_rotate(x, cos, sin), (
+        lambda g: rope_rotate(g, cos, -sin),
+        lambda g: _over_heads(g, x[..., :half], x[..., half:]),
+        lambda g: _over_heads(g, neg_array(x[..., half:]), x[..., :half]),
+    )
+
+
+def _over_heads(g, by1, by2):
+    # y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin
+    half = g.shape[-1] // 2
+    both = add_arrays(mul_arrays(g[..., :half], by1), mul_arrays(g[..., half:], by2), None)
+    return sum_axes(both, (2,))  # (B, T, D/2)
 
 
 @kernel(strides=("x",))
