@@ -89,7 +89,7 @@ class TransformerTrainConfig:
         self._one_of("lr_schedule", "constant", "cosine")
         self._one_of("device", "cpu", "gpu", "auto")
         if self.lr_schedule == "cosine":
-            self._check("max_steps", self.max_steps is not None, "given, for a cosine schedule")
+            self._check("lr_schedule", self.max_steps is not None, "constant without max_steps")
         if self.lora_rank is None:
             for name in ("lora_alpha", "lora_target_modules"):
                 self._check(name, getattr(self, name) is None, "None without lora_rank")

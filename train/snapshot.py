@@ -243,8 +243,8 @@ def load_snapshot(
     """
     snapshot = _find(Path(path), which)
     _compare(snapshot, trainer)
-    for note in snapshot.notes:
-        warnings.warn(note, RuntimeWarning, 2)
+    if snapshot.notes:
+        warnings.warn("; ".join(snapshot.notes), RuntimeWarning, 2)
     _install(snapshot, trainer)
     return snapshot
 
