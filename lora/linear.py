@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor, linear, no_grad
+from ..autograd.backend import kernel
+from ..autograd.launch import body
 from ..autograd.random import make_key, uniform
 from ..autograd.tape import op
 from ..transformer.dropout import dropped
@@ -108,17 +110,20 @@ class LoRALinear(Module):
         y = self.base(x)
         p = self.dropout if self.training else 0.0
         d = dropped(x, p, self.name)
-        deltas = [linear(linear(d, a), b) for a, b in zip(self.a, self.b, strict=True)]
+        scaled = [linear(d, a) * s for a, s in zip(self.a, self.scales, strict=True)]
+        if not self.m and self.slices == ((0, y.shape[-1]),):
+            return linear(scaled[0], self.b[0], residual=y)
+        deltas = [linear(h, b) for h, b in zip(scaled, self.b, strict=True)]
         if not self.m:
-            return add_slices(y, *deltas, slices=self.slices, scales=self.scales)
+            return add_slices(y, *deltas, slices=self.slices)
         base = self.base(d) if p else y
         if (bias := getattr(self.base, "bias", None)) is not None:
             base = base - bias
         for n, (start, stop) in enumerate(self.slices):
             # y + (m/n - 1) W d + (m/n) scale B A d
             ratio = self.m[n] / Tensor(row_norms(self._updated(n)))
-            deltas[n] = (ratio - 1) * base[..., start:stop] + ratio * (deltas[n] * self.scales[n])
-        return add_slices(y, *deltas, slices=self.slices, scales=(1.0,) * len(deltas))
+            deltas[n] = (ratio - 1) * base[..., start:stop] + ratio * deltas[n]
+        return add_slices(y, *deltas, slices=self.slices)
 
     def _updated(self, n: int) -> Any:
         """W + scale B A in the rows of slice n, as an array."""
@@ -158,20 +163,42 @@ def adapt(base: Module, slices: Sequence[Slice], config: LoRAConfig, seed: int, 
 
 
 @op(register=False)
-def add_slices(y, *deltas, slices, scales):
-    """y, plus scale delta in the channels [start, stop) of each slice.
+def add_slices(y, *deltas, slices):
+    """y, plus delta in the channels [start, stop) of each slice; the others keep their bits.
 
     y (..., O), *deltas (..., N) -> (..., O)
     """
+    rows = math.prod(y.shape[:-1])
     out = y.copy()
-    scales = [y.dtype.type(s) for s in scales]
-    for delta, (start, stop), s in zip(deltas, slices, scales, strict=True):
-        out[..., start:stop] += s * delta
+    for delta, (start, _) in zip(deltas, slices, strict=True):
+        add_columns(delta.reshape(rows, delta.shape[-1]), start, out.reshape(rows, out.shape[-1]))
 
     def part(n):
-        return lambda g: g[..., slice(*slices[n])] * scales[n]
+        return lambda g: g[..., slice(*slices[n])]
 
     return out, (lambda g: g, *(part(n) for n in range(len(deltas))))
+
+
+@kernel
+def add_columns(delta, start, out):
+    """out[:, start : start + N] += delta.   delta (rows, N)"""
+    out[:, start : start + delta.shape[1]] += delta
+
+
+@add_columns.cpu
+def add_columns_cpu(delta, start, out):
+    _add_columns(-(-len(out) // _ROWS), delta, start, out)
+
+
+_ROWS = 64  # of an index of the body
+
+
+@body
+def _add_columns(i, delta, start, out):
+    for r in range(i * _ROWS, min((i + 1) * _ROWS, len(out))):
+        o, d = out[r, start : start + delta.shape[1]], delta[r]
+        for c in range(len(o)):
+            o[c] += d[c]
 
 
 def plain_linear(weight: Any, bias: Tensor | None) -> Linear:
