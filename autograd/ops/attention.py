@@ -1,4 +1,31 @@
-"""Attention that keeps no (T, S) scores (FlashAttention-2, Dao 2023, arXiv:2307.08691)."""
+"""Attention that keeps no (T, S) scores (FlashAttention-2, Dao 2023, arXiv:2307.08691).
+
+The order of every sum, for any device, in the type of q. A chain starts at +0 and takes one fused
+multiply-add per term. `row_dot`, `tree_sum` (16 lanes), `exp_flushed` and `log` are those of
+lanes.py and mathf.py. What a query does not see is left out: its score and its dS are no terms.
+
+Forward, for query t of head h, with qs = q * scale. The keys are taken in tiles of 64, the first
+of which starts at the first key of the segment (key 0 without segments), however the queries are
+batched, padded, packed or cached:
+
+    m = -inf, l = +0, o = +0                             # o (D)
+    for each tile, ascending:
+        s[j] = chain over d of qs[d] k[j, d]
+        m' = max(m, the tile's s),  c = exp_flushed(m - m'),  p[j] = exp_flushed(s[j] - m')
+        l = fma(l, c, tree_sum of p)                     # lane i: p[i], + p[16 + i], ...
+        o[d] = o[d] * c, then the chain goes on over j with (p[j] * keep[j]) v[j, d];  m = m'
+    out = o * (1 / l),  lse = m + log(l)
+
+Backward, with delta = row_dot(g, out):
+
+    p[t, j] = exp_flushed(s[t, j] - lse[t]),  dp[t, j] = chain over d of g[t, d] v[j, d]
+    ds[t, j] = p[t, j] * (dp[t, j] * keep[t, j] - delta[t])
+    dq[t, d] = (chain over j of ds[t, j] k[j, d]) * scale
+    dk[j, d] = chain over t of ds[t, j] qs[t, d]         # one for each query head; then they are
+    dv[j, d] = chain over t of (p[t, j] * keep[t, j]) g[t, d]          # added, heads ascending
+
+Chains over j and t ascend over all that is seen, so tiles and chunks of queries only schedule.
+"""
 
 # B batch, T queries, S keys, H query heads, G key-value heads, D head size.
 
