@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ..autograd import Tensor, attention, gelu, rope
+from ..autograd import Tensor, attention, gelu, rope, rope_table
 from .dropout import call_scope, dropped, site_key
 from .init import init_weights
 from .inputs import check_ids, check_positions
 from .layers import Embedding, LayerNorm, Linear
 from .model import LanguageModel
 from .module import Module
-from .rope import rope_table
 
 PAD = 0  # the target that is never counted
 ROPE_THETA = 10000.0
@@ -148,7 +147,8 @@ class Decoder(LanguageModel):
         self.lm_head = Linear(config.d_model, config.vocab, bias=False)
         if config.tie:
             self.lm_head.weight = self.tokens.weight
-        self._turn = None if learned else rope_table(config.block, config.head_dim, ROPE_THETA)
+        known = np.arange(config.block)
+        self._turn = None if learned else rope_table(known, config.head_dim, ROPE_THETA)
 
     @staticmethod
     def hf_name(path: str) -> str:

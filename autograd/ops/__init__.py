@@ -25,6 +25,6 @@ from .loss import cross_entropy, linear_cross_entropy
 from .matmul import linear, matmul
 from .norm import layer_norm, rms_norm
 from .reduce import logsumexp, max, mean, sum
-from .rope import rope
+from .rope import rope, rope_table
 from .shape import broadcast_to, concat, getitem, permute, reshape, stack, swapaxes
 from .softmax import log_softmax, softmax
