@@ -9,7 +9,6 @@ positions, the output head tied to the token table. GPT-2 checkpoints map onto i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
