@@ -197,7 +197,8 @@ class _Gradients:
             self.sums[node] = g, owned
             return
         total, mine = self.sums[node]
-        self.sums[node] = _sum_of(total, g, into=total if mine else g if owned else None), True
+        total = _sum_of(total, g, into=total if mine else g if owned else None)
+        self.sums[node] = total, is_array(total)  # NumPy's scalars cannot be written into
 
     def pop(self) -> tuple[Node, Any, bool]:
         node = heapq.heappop(self.queue)[1]
