@@ -45,14 +45,14 @@ def raw_words(key: bytes, n: int) -> np.ndarray:
 
     That is `np.random.Philox(key=...).random_raw(n)`, which NumPy keeps stable.
     """
-    return fill_words(empty(_count((n,)), np.uint64), key)
+    return fill_words(_blank(key, (n,), np.uint64), key)
 
 
 def uniform(key: bytes, shape: tuple[int, ...], low: float = 0.0, high: float = 1.0) -> np.ndarray:
     """float32 numbers low + (high - low) u, with u in [0, 1) the top 24 bits of a word each."""
     if not low <= high:
         raise ValueError(f"uniform: low <= high needed, given {low} and {high}")
-    return fill_uniform(empty(_count(shape), np.float32), key, low, high).reshape(shape)
+    return fill_uniform(_blank(key, shape, np.float32), key, low, high).reshape(shape)
 
 
 def normal(key: bytes, shape: tuple[int, ...], std: float = 1.0) -> np.ndarray:
@@ -62,7 +62,7 @@ def normal(key: bytes, shape: tuple[int, ...], std: float = 1.0) -> np.ndarray:
     """
     if not std >= 0:
         raise ValueError(f"normal: std must not be negative, given {std}")
-    return fill_normal(empty(_count(shape), np.float32), key, std).reshape(shape)
+    return fill_normal(_blank(key, shape, np.float32), key, std).reshape(shape)
 
 
 def permutation(key: bytes, n: int) -> np.ndarray:
@@ -70,10 +70,11 @@ def permutation(key: bytes, n: int) -> np.ndarray:
     return np.argsort(raw_words(key, n), kind="stable")
 
 
-def _count(shape: tuple[int, ...]) -> int:
+def _blank(key, shape, dtype):
+    key_words(key)  # of the right kind, or an error here
     if any(s < 0 for s in shape):
         raise ValueError(f"random numbers of shape {shape} asked for: no side may be negative")
-    return math.prod(shape)
+    return empty(math.prod(shape), dtype)
 
 
 @kernel

@@ -42,6 +42,7 @@ def test_every_set_of_axes(shape, dtype):
             assert (max_axes(x, axes) == x.max(axis=axes)).all()
 
 
+@needs_jit
 def test_strides_do_not_matter():
     x = rng.standard_normal((40, 30, 20)).astype(np.float32)
     for axes in subsets(3):

@@ -15,7 +15,7 @@ from ..tape import op
 from .embedding import as_ids
 from .gemm import gemm
 from .reduce import add_chains, sum_axes, sum_chains, sum_in_blocks
-from .softmax import row_exp_sum, row_shift, rows_per_index
+from .softmax import QUIET, row_exp_sum, row_shift, rows_per_index
 
 TOKENS = 256  # per block of linear_cross_entropy; part of the contract
 
@@ -95,6 +95,7 @@ def _loss(x, total, count):
 
 
 @kernel
+@QUIET
 def cross_entropy_forward(rows, labels, ignore_index):
     """The summed loss (float64), and of each row the largest logit and 1 / sum(exp): (N, 2)."""
     xp = array_module(rows)
@@ -103,14 +104,14 @@ def cross_entropy_forward(rows, labels, ignore_index):
     shift = xp.where(top == -np.inf, rows.dtype.type(0), top)
     total = xp.exp(rows - shift[:, None]).sum(axis=1)
     picked = rows[xp.arange(len(rows)), xp.where(counts, labels, 0)]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        losses = xp.log(total.astype(np.float64)) + (shift.astype(np.float64) - picked)
-        factor = xp.where(total == 0, total, 1 / total)
+    losses = xp.log(total.astype(np.float64)) + (shift.astype(np.float64) - picked)
+    factor = xp.where(total == 0, total, 1 / total)
     losses = xp.where(picked == -np.inf, np.inf, losses)
     return sum_in_blocks(xp.where(counts, losses, 0)), xp.stack([shift, factor], axis=1)
 
 
 @kernel
+@QUIET
 def cross_entropy_backward(g, rows, labels, stats, ignore_index):
     """g (softmax - onehot) in the rows that count, 0 in the others."""
     xp = array_module(rows)
@@ -121,6 +122,7 @@ def cross_entropy_backward(g, rows, labels, stats, ignore_index):
 
 
 @kernel
+@QUIET
 def linear_cross_entropy_rows(x, weight, labels, bias, ignore_index, scale, needs):
     """The summed loss (float64), and dx, dweight, dbias of scale times it where needed."""
     xp = array_module(x)

@@ -19,7 +19,7 @@ from ..backend import array_module, kernel
 from ..buffers import empty
 from ..launch import body, get_num_threads
 from ..tape import op
-from .softmax import row_exp_sum, row_shift, rows_per_index
+from .softmax import QUIET, row_exp_sum, row_shift, rows_per_index
 
 
 def _axes(op_name, x, axis) -> tuple[int, ...]:
@@ -118,20 +118,21 @@ def sum_to(g, shape):
 @kernel
 def max_axes(x, axes):
     """The largest element over the axes, which are dropped; NaN if one is NaN."""
-    return array_module(x).asarray(x.max(axis=axes))
+    return array_module(x).asarray(x.max(axis=axes)) if axes else x
 
 
 @kernel
+@QUIET
 def logsumexp_rows(x):
     """x (N, R) -> (N)"""
     xp = array_module(x)
     top = x.max(axis=1, initial=-np.inf)
     shift = xp.where(top == -np.inf, x.dtype.type(0), top)[:, None]
-    with np.errstate(divide="ignore"):
-        return xp.log(xp.exp(x - shift).sum(axis=1)) + shift[:, 0]
+    return xp.log(xp.exp(x - shift).sum(axis=1)) + shift[:, 0]
 
 
 @kernel
+@QUIET
 def logsumexp_backward(g, x, out):
     xp = array_module(x)
     # d lse / dx = exp(x - lse); a -inf counts as a constant, also where lse is -inf

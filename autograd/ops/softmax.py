@@ -40,6 +40,10 @@ def log_softmax(x):
     return y.reshape(shape), (vjp,)
 
 
+# Infinities and NaNs go through references as through compiled bodies: without a word.
+QUIET = np.errstate(divide="ignore", invalid="ignore")
+
+
 def _rows(op_name, x):
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op_name}: a last axis with logits needed, given shape {x.shape}")
@@ -47,6 +51,7 @@ def _rows(op_name, x):
 
 
 @kernel
+@QUIET
 def softmax_rows(x):
     xp = array_module(x)
     e = xp.exp(x - _shift(x))
@@ -55,6 +60,7 @@ def softmax_rows(x):
 
 
 @kernel
+@QUIET
 def softmax_backward(g, y):
     # dy_i / dx_j = y_i (i == j) - y_i y_j; where y = 0 nothing is moved, whatever g is there
     xp = array_module(y)
@@ -63,15 +69,16 @@ def softmax_backward(g, y):
 
 
 @kernel
+@QUIET
 def log_softmax_rows(x):
     xp = array_module(x)
     shift = _shift(x)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        total = xp.log(xp.exp(x - shift).sum(axis=1, keepdims=True))
-        return xp.where(x == -np.inf, x, x - shift - total)
+    total = xp.log(xp.exp(x - shift).sum(axis=1, keepdims=True))
+    return xp.where(x == -np.inf, x, x - shift - total)
 
 
 @kernel
+@QUIET
 def log_softmax_backward(g, y):
     # dy_i / dx_j = (i == j) - softmax_j
     xp = array_module(y)
