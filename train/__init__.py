@@ -13,6 +13,8 @@ from .callbacks import (
 )
 from .checkpointing import CheckpointConfig
 from .config import TransformerTrainConfig
+from .evaluate import evaluate_batches
+from .loop import TrainResult, fit
 from .losses import (
     BCEWithLogitsLoss,
     CausalLMLoss,
@@ -24,6 +26,7 @@ from .losses import (
     WeightedLoss,
 )
 from .metrics import MetricsTracker, perplexity, tokens_per_second
+from .pretrain import PretrainConfig, PretrainLoop, PretrainResult, RunStatus
 from .snapshot import list_snapshots, load_snapshot, read_snapshot, save_snapshot
 from .trainer import StepRecord, TransformerTrainer
 from .verify import verify

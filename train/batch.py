@@ -111,6 +111,12 @@ class LMBatch:
         """How many targets count."""
         return int((self.counted_targets != IGNORED).sum())
 
+    def targets_for(self, model: Any) -> tuple[np.ndarray, int]:
+        """The targets with the model's own `ignore_index` where none counts, and how many do."""
+        targets = self.counted_targets
+        targets = np.where(targets == IGNORED, model.ignore_index, targets)
+        return targets, int((targets != model.ignore_index).sum())
+
     def get_input(self, i: int) -> np.ndarray | None:
         """Row i of the inputs; None if there is no such row."""
         return self.inputs[i] if 0 <= i < self.batch_size else None

@@ -1,33 +1,40 @@
-"""How well a model predicts rows of tokens."""
+"""How well a model predicts tokens."""
+
+# C hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from ..autograd import cross_entropy, no_grad
-from .batch import IGNORED
+import numpy as np
+
+from ..autograd import Tensor, cross_entropy, no_grad
+from .batch import LMBatch
 from .metrics import perplexity
 from .sequences import Rows
 
+BLOCK = 1024  # tokens whose logits are held at once
+
 
 def evaluate(model: Any, rows: Rows, B: int, most: int | None = None) -> dict[str, float]:
+    """`evaluate_batches` on `rows`, or on `most` of them, spread evenly, `B` at a time."""
+    return evaluate_batches(model, (rows.stack(n) for n in rows.in_order(B, most)))
+
+
+def evaluate_batches(model: Any, batches: Iterable[LMBatch]) -> dict[str, float]:
     """Mean loss, accuracy and perplexity over the targets that count, each weighing the same.
 
-    `most` limits the evaluation to so many rows, spread evenly over all.
+    ValueError if none counts.
     """
     training = model.training
     model.eval()
     total, right, count = 0.0, 0, 0
     try:
         with no_grad():
-            for numbers in rows.in_order(B, most):
-                batch = rows.stack(numbers)
-                logits = model(batch.inputs, segments=batch.segments)  # (B, T, V)
-                loss = cross_entropy(logits, batch.targets, ignore_index=IGNORED, reduction="sum")
-                counted = batch.targets != IGNORED
-                total += loss.item()
-                right += int((logits.data.argmax(-1) == batch.targets)[counted].sum())
-                count += int(counted.sum())
+            for batch in batches:
+                loss, hits, targets = _score(model, batch)
+                total, right, count = total + loss, right + hits, count + targets
     finally:
         model.train(training)
     if count == 0:
@@ -39,3 +46,18 @@ def evaluate(model: Any, rows: Rows, B: int, most: int | None = None) -> dict[st
         "perplexity": perplexity(loss),
         "tokens": count,
     }
+
+
+def _score(model: Any, batch: LMBatch) -> tuple[float, int, int]:
+    """Summed loss, right guesses and targets that count."""
+    targets, count = batch.targets_for(model)
+    x = model.hidden(batch.inputs, batch.positions, batch.segments).data
+    counted = targets != model.ignore_index
+    x, targets = x[counted], targets[counted]  # (N, C), (N)
+    loss, right = 0.0, 0
+    for n in range(0, count, BLOCK):
+        part = slice(n, n + BLOCK)
+        logits = model.lm_head(Tensor(np.ascontiguousarray(x[part])))  # (N, V)
+        loss += cross_entropy(logits, targets[part], reduction="sum").item()
+        right += int((logits.data.argmax(-1) == targets[part]).sum())
+    return loss, right, count

@@ -36,7 +36,7 @@ from ..optim import AdamW, grad_norm, param_groups
 from ..optim.clip import clip_coefficient
 from ..transformer import Decoder, DecoderConfig, Transformer, lock_init_seed
 from ..transformer.dropout import dropout_scope
-from .batch import IGNORED, LMBatch
+from .batch import LMBatch
 from .config import TransformerTrainConfig
 from .losses import CausalLMLoss
 from .metrics import MetricsTracker
@@ -198,7 +198,7 @@ class TransformerTrainer:
                 f"train_batch: sequences of {batch.seq_len} tokens, max_seq_len is "
                 f"{self.config.max_seq_len}"
             )
-        targets, count = self._targets(batch)
+        targets, count = batch.targets_for(self._model)
         if self.accumulated_batches == 0:
             self.optimizer.zero_grad()
             # Gradients of sums would overflow float16. A power of two near the size of the window
@@ -218,12 +218,6 @@ class TransformerTrainer:
         self.accumulated_batches += 1
         self.batches += 1
         return total / count if count else 0.0
-
-    def _targets(self, batch: LMBatch) -> tuple[np.ndarray, int]:
-        ignored = self._model.ignore_index
-        targets = batch.counted_targets
-        targets = np.where(targets == IGNORED, ignored, targets)
-        return targets, int((targets != ignored).sum())
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -328,7 +322,7 @@ class TransformerTrainer:
         for index, batch in enumerate(batches):
             if self.reached_max_steps:
                 break
-            _, count = self._targets(batch)
+            _, count = batch.targets_for(self._model)
             loss = self.train_batch(batch)
             total, tokens = total + loss * count, tokens + count
             if ends_epoch(callback(index, loss, self)):
@@ -362,12 +356,14 @@ class TransformerTrainer:
             with self._merged():
                 save_pretrained(self._model, path)
 
-    def save_apr(self, path: str | os.PathLike[str], **metadata: Any) -> None:
-        """The trained model, adapters merged into it, as one APR file."""
+    def save_apr(
+        self, path: str | os.PathLike[str], metadata: dict[str, Any] | None = None
+    ) -> None:
+        """The trained model, adapters merged into it, as one APR file; see `save_apr`."""
         from ..transformer import save_apr
 
         with self._merged():
-            save_apr(self._model, path, **metadata)
+            save_apr(self._model, path, metadata=metadata)
 
     @contextlib.contextmanager
     def _merged(self) -> Iterator[None]:

@@ -1,0 +1,301 @@
+"""`fit` with callbacks that act, and `PretrainLoop` with its gates."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from afinar.optim import StepDecay, weights_sha256
+from afinar.train import (
+    Action,
+    Callback,
+    EarlyStopping,
+    LMBatch,
+    LRSchedule,
+    Monitor,
+    PretrainConfig,
+    PretrainLoop,
+    Progress,
+    RunStatus,
+    SnapshotCallback,
+    TransformerTrainConfig,
+    TransformerTrainer,
+    evaluate_batches,
+    fit,
+    list_snapshots,
+    load_snapshot,
+)
+from afinar.transformer import TransformerConfig
+
+V = 40
+
+
+def trainer(**changes):
+    model = TransformerConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=V,
+        max_position_embeddings=32,
+    )
+    return TransformerTrainer(TransformerTrainConfig(**{"model_config": model, **changes}))
+
+
+def batch(i, B=2, T=8):
+    rng = np.random.default_rng(i)
+    return LMBatch(rng.integers(0, V, (B, T)), rng.integers(0, V, (B, T)))
+
+
+BATCHES = [batch(i) for i in range(5)]
+
+
+class Recorder(Callback):
+    """Notes every hook, and answers at one of them."""
+
+    def __init__(self, at=None, answer=None):
+        self.seen, self.at, self.answer = [], at, answer
+
+    def __getattribute__(self, name):
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def hook(context):
+            self.seen.append((name[3:], context.epoch, context.step))
+            return self.answer if self.seen[-1] == self.at else None
+
+        return hook
+
+
+# --- evaluation ---
+
+
+def test_evaluation_weighs_every_token_the_same():
+    it = trainer()
+    one, two = batch(0), batch(1, 3)
+    two.targets[:, 2:] = -100
+    result = evaluate_batches(it.model, [one, two])
+    total, right = 0.0, 0
+    for b in (one, two):
+        logits = it.model(b.inputs).data.astype(np.float64)
+        logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        for row, t in np.argwhere(b.targets != -100):
+            total -= logp[row, t, b.targets[row, t]]
+            right += logits[row, t].argmax() == b.targets[row, t]
+    assert result["tokens"] == 16 + 6
+    assert result["loss"] == pytest.approx(total / 22, rel=1e-6)
+    assert result["accuracy"] == right / 22
+    assert result["perplexity"] == pytest.approx(math.exp(total / 22), rel=1e-5)
+    with pytest.raises(ValueError, match="no target counts"):
+        evaluate_batches(it.model, [])
+
+
+# --- fit ---
+
+
+def test_hooks_are_called_in_order():
+    recorder = Recorder()
+    fit(
+        trainer(accumulation_steps=2), BATCHES[:3], epochs=1, valid=[batch(9)], callbacks=[recorder]
+    )
+    assert [name for name, _, _ in recorder.seen] == [
+        "train_begin",
+        "epoch_begin",
+        *["step_begin", "step_end"] * 2,
+        "validation",
+        "epoch_end",
+        "train_end",
+    ]
+
+
+def test_fit_is_what_epochs_are():
+    one, two = trainer(accumulation_steps=2), trainer(accumulation_steps=2)
+    result = fit(one, BATCHES, epochs=2)
+    means = [two.train_epoch(BATCHES) for _ in range(2)]
+    assert weights_sha256(one.model) == weights_sha256(two.model)
+    assert result.losses == pytest.approx(means)
+    assert one.metrics == two.metrics
+    assert (result.steps, result.epochs, result.stopped) == (6, 2, False)
+
+
+def test_batches_may_depend_on_the_epoch():
+    it = trainer()
+    fit(it, lambda epoch: iter(BATCHES[: epoch + 1]), epochs=3)
+    assert it.step == 6
+
+
+def test_max_steps_ends_training():
+    it = trainer(max_steps=3)
+    result = fit(it, BATCHES, epochs=4)
+    assert (it.step, result.epochs) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("at", "answer", "steps", "epochs"),
+    [
+        (("train_begin", 0, 0), Action.STOP, 0, 0),
+        (("epoch_begin", 1, 0), Action.STOP, 5, 2),
+        (("epoch_begin", 1, 0), Action.SKIP_EPOCH, 10, 3),
+        (("step_begin", 0, 2), Action.STOP, 2, 1),
+        (("step_end", 0, 2), Action.STOP, 2, 1),
+        (("step_end", 0, 2), Action.SKIP_EPOCH, 12, 3),
+        (("validation", 0, 5), Action.STOP, 5, 1),
+        (("epoch_end", 1, 5), Action.STOP, 10, 2),
+        (("step_end", 0, 2), Action.CONTINUE, 15, 3),
+    ],
+)
+def test_answers_are_obeyed(at, answer, steps, epochs):
+    it, last = trainer(), Recorder()
+    result = fit(it, BATCHES, epochs=3, valid=[batch(9)], callbacks=[Recorder(at, answer), last])
+    assert (it.step, result.epochs) == (steps, epochs)
+    assert result.stopped == (answer is Action.STOP)
+    assert last.seen[-1][0] == "train_end"  # a stop silences no other callback
+
+
+def test_early_stopping_and_the_best_weights():
+    it = trainer(lr=0.5, max_grad_norm=None)  # too fast: it gets worse
+    stopping = EarlyStopping(patience=2, restore_best=True)
+    result = fit(it, BATCHES, epochs=30, valid=BATCHES, callbacks=[stopping])
+    assert result.stopped
+    best = min(result.val_losses)
+    assert result.val_losses[-3] == best
+    assert evaluate_batches(it.model, BATCHES)["loss"] == pytest.approx(best, rel=1e-6)
+
+
+def test_early_stopping_counts():
+    class Context:
+        val_loss = None
+        loss = 0.0
+
+    stopping, context, answers = EarlyStopping(patience=2, min_delta=0.1), Context(), []
+    for context.loss in (1.0, 0.95, 0.8, math.nan, 0.75):
+        answers.append(stopping.on_epoch_end(context))
+    assert answers == [Action.CONTINUE] * 4 + [Action.STOP]
+    with pytest.raises(ValueError, match="patience"):
+        EarlyStopping(patience=0)
+
+
+def test_progress_writes_lines():
+    lines = []
+    fit(trainer(), BATCHES, valid=[batch(9)], callbacks=[Progress(2, lines.append)])
+    assert len(lines) == 3
+    assert lines[0].startswith("epoch 1/1 step 2 loss ")
+    assert "validation loss" in lines[2]
+
+
+def test_a_schedule_callback_changes_the_learning_rate():
+    it = trainer()
+    fit(it, BATCHES, callbacks=[LRSchedule(StepDecay(0.1, 2, 0.5))])
+    assert it.metrics.learning_rates == [0.1, 0.1, 0.05, 0.05, 0.025]
+    assert it.optimizer.lr == 0.025
+
+
+def test_the_monitor_stops_a_run_that_went_wrong():
+    it, monitor = trainer(max_overflows=9), Monitor()
+    good = it.model.model.norm.weight.data
+
+    class Poison(Callback):
+        def on_step_begin(self, context):
+            if context.step == 2:
+                it.model.model.norm.weight.data = good * np.float32(np.nan)
+
+    with pytest.warns(RuntimeWarning, match="was dropped"):
+        result = fit(it, BATCHES, callbacks=[Poison(), monitor])
+    assert result.stopped
+    assert it.step == 2
+    assert "norm is nan" in monitor.reason
+    assert fit(trainer(), BATCHES, callbacks=[Monitor(max_loss=1.0)]).steps == 1
+
+
+def test_snapshots_are_taken_and_continue(tmp_path):
+    it = trainer(checkpoint_dir=tmp_path, save_interval=2)
+    fit(it, BATCHES, valid=[batch(9)])
+    names = [p.name for p in list_snapshots(tmp_path)]
+    assert names == ["step-00000002", "step-00000004", "step-00000005"]
+    assert (tmp_path / "best").read_text() == "step-00000005"
+    again = trainer(checkpoint_dir=tmp_path, save_interval=2)
+    load_snapshot(tmp_path, again)
+    assert weights_sha256(again.model) == weights_sha256(it.model)
+    assert again.metrics.val_losses == it.metrics.val_losses
+
+
+def test_an_exception_in_a_callback_still_ends_the_others(tmp_path):
+    class Fail(Callback):
+        def on_step_end(self, context):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fit(trainer(), BATCHES, callbacks=[Fail(), SnapshotCallback(tmp_path)])
+    assert [p.name for p in list_snapshots(tmp_path)] == ["step-00000001"]
+
+
+# --- PretrainLoop ---
+
+
+def pretrain(**changes):
+    fields = {"total_steps": 10, "steps_per_epoch": 4, "warmup_steps": 2, "lr_max": 1e-2}
+    return PretrainConfig(**{**fields, **changes})
+
+
+def test_pretrain_defaults():
+    c = PretrainConfig()
+    assert (c.lr_max, c.lr_min, c.warmup_steps, c.total_steps) == (5e-5, 1e-6, 100, 1000)
+    assert (c.batch_size, c.seq_length, c.target_val_loss, c.num_epochs) == (16, 1024, 2.2, 10)
+    with pytest.raises(ValueError, match="steps_per_epoch"):
+        PretrainConfig(steps_per_epoch=0)
+
+
+def test_epochs_have_full_length_and_leave_files(tmp_path):
+    it = trainer()
+    loop = PretrainLoop(pretrain(), it, batch, [batch(99)], tmp_path)
+    result = loop.run()
+    assert result.status is RunStatus.OK
+    assert (len(result.epochs), it.step, len(result.steps)) == (3, 12, 12)
+    assert it.metrics.learning_rates == [pretrain().schedule(n) for n in range(12)]
+    for n, epoch in enumerate(result.epochs):
+        assert epoch.tokens_seen == 64 * (n + 1)
+        assert epoch.val_ppl == pytest.approx(math.exp(epoch.val_loss))
+        steps = result.steps[4 * n : 4 * n + 4]
+        assert epoch.grad_norm_max == max(s.grad_norm for s in steps)
+        assert epoch.train_loss == pytest.approx(np.mean([s.train_loss for s in steps]))
+    names = sorted(p.name for p in (tmp_path / "ckpt").iterdir())
+    assert names == [f"epoch-00{n}.{end}" for n in range(3) for end in ("apr", "metadata.json")]
+    saved = json.loads((tmp_path / "ckpt" / "epoch-002.metadata.json").read_text())
+    assert saved["optimizer_state_sha"] == it.optimizer_state_sha256()
+
+
+def test_gates_on_validation():
+    it = trainer()
+    aborted = PretrainLoop(pretrain(max_first_loss=1.0), it, batch, [batch(99)]).run()
+    assert aborted.status is RunStatus.ABORTED
+    assert aborted.message.startswith("DIVERGENCE at epoch 0: validation loss")
+    assert aborted.epochs == []
+    loop = PretrainLoop(pretrain(), trainer(), batch, [batch(99)])
+    assert loop._divergence(3, 4.0, 2.0) is None  # exactly twice is allowed
+    assert loop._divergence(3, 4.1, 2.0).startswith("DIVERGENCE at epoch 3")
+    assert "not finite" in loop._divergence(1, math.nan, 2.0)
+
+
+def test_a_step_that_is_not_finite_aborts_and_leaves_no_file(tmp_path):
+    it = trainer()
+    it.model.model.norm.weight.data = it.model.model.norm.weight.data * np.float32(np.nan)
+    result = PretrainLoop(pretrain(), it, batch, [batch(99)], tmp_path).run()
+    assert result.status is RunStatus.ABORTED
+    assert result.message.startswith("DIVERGENCE at epoch 0: step 1")
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_patience_is_strict_and_waits_for_min_epochs():
+    loop = PretrainLoop(pretrain(patience=1, min_epochs=3), trainer(), batch, [batch(99)])
+    assert [loop.check_convergence(n, 1.0) for n in range(2)] == [False, False]
+    assert loop.patience_count == 1
+    assert loop.check_convergence(2, 1.0)
+    assert not loop.check_convergence(3, 0.9)
+
+
+def test_a_copy_that_cannot_be_written_only_warns(tmp_path):
+    (tmp_path / "ckpt").touch()
+    loop = PretrainLoop(pretrain(total_steps=4), trainer(), batch, [batch(99)], tmp_path)
+    with pytest.warns(RuntimeWarning, match="was not written"):
+        assert loop.run().status is RunStatus.OK

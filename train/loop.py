@@ -1,0 +1,139 @@
+"""`fit`: epochs over batches, with validation and callbacks that act."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .batch import LMBatch
+from .callbacks import (
+    Action,
+    Callback,
+    CallbackContext,
+    CallbackList,
+    Progress,
+    SnapshotCallback,
+)
+from .evaluate import evaluate_batches
+from .trainer import TransformerTrainer
+
+
+@dataclass
+class TrainResult:
+    """What `fit` did, an epoch that was stopped included."""
+
+    steps: int = 0
+    epochs: int = 0
+    losses: list[float] = field(default_factory=list)
+    val_losses: list[float] = field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def final_loss(self) -> float | None:
+        """The mean loss of the last epoch."""
+        return self.losses[-1] if self.losses else None
+
+
+def fit(
+    trainer: TransformerTrainer,
+    batches: Sequence[LMBatch] | Callable[[int], Iterable[LMBatch]],
+    *,
+    epochs: int = 1,
+    valid: Sequence[LMBatch] | None = None,
+    callbacks: Iterable[Callback] = (),
+) -> TrainResult:
+    """Train for `epochs`, each over all `batches` (or over `batches(epoch)`).
+
+    A begun window is applied at the end of an epoch. After an epoch the model is validated on
+    `valid`. Progress is reported every `log_interval` steps, and with `checkpoint_dir` there are
+    snapshots every `save_interval` steps. Stops at `max_steps`, or when a callback says so.
+    """
+    config = trainer.config
+    own: list[Callback] = [Progress(config.log_interval)]
+    if config.checkpoint_dir is not None:
+        own.append(SnapshotCallback(config.checkpoint_dir, config.save_interval))
+    hooks = CallbackList([*callbacks, *own])
+    context = CallbackContext(trainer, max_epochs=epochs, global_step=trainer.step)
+    result, first = TrainResult(), trainer.step
+    try:
+        action = hooks.fire("on_train_begin", context)
+        for epoch in range(epochs):
+            if action is Action.STOP or trainer.reached_max_steps:
+                break
+            part = batches(epoch) if callable(batches) else batches
+            action = _epoch(trainer, part, epoch, valid, hooks, context, result)
+        result.stopped = action is Action.STOP
+    finally:
+        result.steps = trainer.step - first
+        hooks.fire("on_train_end", context)
+    return result
+
+
+def _epoch(
+    trainer: TransformerTrainer,
+    batches: Iterable[LMBatch],
+    epoch: int,
+    valid: Sequence[LMBatch] | None,
+    hooks: CallbackList,
+    context: CallbackContext,
+    result: TrainResult,
+) -> Action:
+    context.epoch, context.step, context.val_loss = epoch, 0, None
+    context.steps_per_epoch = None
+    if isinstance(batches, Sequence):
+        context.steps_per_epoch = math.ceil(len(batches) / trainer.config.accumulation_steps)
+    action = hooks.fire("on_epoch_begin", context)
+    total, tokens = 0.0, 0
+    for window in _windows(batches, trainer.config.accumulation_steps):
+        if action is not Action.CONTINUE or trainer.reached_max_steps:
+            break
+        action = _step(trainer, window, hooks, context)
+        if trainer.last is not None and trainer.last.skipped is None:
+            total += trainer.last.loss * trainer.last.tokens
+            tokens += trainer.last.tokens
+    trainer.metrics.record_epoch()
+    context.loss = total / tokens if tokens else math.nan
+    result.losses.append(context.loss)
+    result.epochs += 1
+    if action is Action.STOP:
+        return action
+    answers = []
+    if valid is not None:
+        context.val_loss = evaluate_batches(trainer.model, valid)["loss"]
+        trainer.metrics.record_val_loss(context.val_loss)
+        result.val_losses.append(context.val_loss)
+        answers.append(hooks.fire("on_validation", context))
+    answers.append(hooks.fire("on_epoch_end", context))
+    return Action.STOP if Action.STOP in answers else Action.CONTINUE
+
+
+def _step(
+    trainer: TransformerTrainer,
+    window: list[LMBatch],
+    hooks: CallbackList,
+    context: CallbackContext,
+) -> Action:
+    """One window, and the hooks around it."""
+    context.lr = trainer.current_lr
+    action = hooks.fire("on_step_begin", context)
+    if action is not Action.CONTINUE:
+        return action
+    for batch in window:
+        trainer.compute_batch_gradients(batch)
+    record = trainer.clip_and_step()
+    assert record is not None
+    context.step += 1
+    context.global_step = trainer.step
+    context.loss, context.lr, context.grad_norm = record.loss, record.lr, record.grad_norm
+    if record.skipped is None:
+        context.best_loss = min(context.best_loss, record.loss)
+    return hooks.fire("on_step_end", context)
+
+
+def _windows(batches: Iterable[LMBatch], size: int) -> Iterator[list[LMBatch]]:
+    """Batches that are not empty, `size` at a time; the last window may be shorter."""
+    rest = (batch for batch in batches if batch.batch_size)
+    while window := list(itertools.islice(rest, size)):
+        yield window

@@ -1,0 +1,243 @@
+"""`PretrainLoop`: epochs of a fixed number of steps, with gates that stop a run gone wrong."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..optim import WarmupCosineDecay
+from .batch import LMBatch
+from .evaluate import evaluate_batches
+from .metrics import perplexity, tokens_per_second
+from .trainer import TransformerTrainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """How long, how fast, and when to stop.
+
+    A run stops early when the validation loss did not improve for more than `patience` epochs,
+    from epoch `min_epochs` on. It aborts on a step that is not finite, on a first validation loss
+    above `max_first_loss`, and on one above `divergence` times the one before.
+    """
+
+    lr_max: float = 5e-5
+    lr_min: float = 1e-6
+    warmup_steps: int = 100
+    total_steps: int = 1000
+    steps_per_epoch: int = 100
+    batch_size: int = 16
+    seq_length: int = 1024
+    seed: int = 42
+    grad_clip: float = 1.0
+    weight_decay: float = 0.01
+    target_val_loss: float = 2.2
+    patience: int = 2
+    min_epochs: int = 3
+    max_first_loss: float = 10.0
+    divergence: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("total_steps", "steps_per_epoch", "batch_size", "seq_length", "min_epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, given {getattr(self, name)}")
+        if not 0 <= self.lr_min <= self.lr_max:
+            raise ValueError(f"lr_min must be between 0 and lr_max, given {self.lr_min}")
+
+    @property
+    def num_epochs(self) -> int:
+        """ceil(total_steps / steps_per_epoch); each epoch has its full length."""
+        return math.ceil(self.total_steps / self.steps_per_epoch)
+
+    @property
+    def schedule(self) -> WarmupCosineDecay:
+        """Linear warmup to lr_max, then a cosine to lr_min."""
+        return WarmupCosineDecay(self.lr_max, self.warmup_steps, self.total_steps, self.lr_min)
+
+
+@dataclass
+class StepMetrics:
+    """One step; ValueError says which figure cannot be."""
+
+    step: int
+    train_loss: float
+    grad_norm: float  # before clipping
+    lr: float
+    tokens_per_sec: float
+
+    def validate(self) -> None:
+        """Raise ValueError for a figure that is negative or not finite."""
+        for name in ("train_loss", "grad_norm", "lr", "tokens_per_sec"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"step {self.step}: {name} is {value}")
+
+
+@dataclass
+class EpochMetadata:
+    """One epoch; written beside its weights."""
+
+    epoch: int
+    train_loss: float
+    val_loss: float
+    train_ppl: float
+    val_ppl: float
+    optimizer_state_sha: str
+    wall_seconds: float
+    tokens_seen: int
+    grad_norm_max: float
+
+
+class RunStatus(enum.Enum):
+    """How a run ended."""
+
+    OK = "ok"
+    EARLY_STOP = "early_stop"
+    ABORTED = "aborted"
+
+
+@dataclass
+class PretrainResult:
+    """How a run ended, why, and its epochs."""
+
+    status: RunStatus
+    message: str = ""
+    epochs: list[EpochMetadata] = field(default_factory=list)
+    steps: list[StepMetrics] = field(default_factory=list)
+
+
+class PretrainLoop:
+    """Train `trainer` on `batch_at(i)` for i = 0, 1, ... and validate on `valid` every epoch.
+
+    With a `folder`, each epoch that passes its gates leaves `ckpt/epoch-NNN.apr` and
+    `ckpt/epoch-NNN.metadata.json` there. The trainer's seed, clipping and decay are its own; the
+    learning rate is the loop's.
+    """
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        trainer: TransformerTrainer,
+        batch_at: Callable[[int], LMBatch],
+        valid: list[LMBatch],
+        folder: str | os.PathLike[str] | None = None,
+    ):
+        if not valid:
+            raise ValueError("PretrainLoop: at least one validation batch is needed")
+        self.config, self.trainer = config, trainer
+        self.batch_at, self.valid = batch_at, valid
+        self.folder = None if folder is None else Path(folder)
+        trainer.schedule = config.schedule
+        self.tokens_seen = 0
+        self.patience_count = 0
+        self.best_val_loss = math.inf
+
+    def run(self) -> PretrainResult:
+        """All epochs, or up to the gate that stops."""
+        result = PretrainResult(RunStatus.OK)
+        for epoch in range(self.config.num_epochs):
+            problem = self._epoch(epoch, result)
+            if problem is not None:
+                result.status, result.message = RunStatus.ABORTED, problem
+                break
+            if self.check_convergence(epoch, result.epochs[-1].val_loss):
+                result.status = RunStatus.EARLY_STOP
+                result.message = (
+                    f"epoch {epoch}: no better validation loss than {self.best_val_loss:.4f} "
+                    f"for {self.patience_count} epochs"
+                )
+                break
+        return result
+
+    def _epoch(self, epoch: int, result: PretrainResult) -> str | None:
+        """One epoch; what is wrong with it, or None."""
+        begun, total, tokens, largest = time.monotonic(), 0.0, 0, 0.0
+        for _ in range(self.config.steps_per_epoch):
+            try:
+                step, count = self._step()
+                step.validate()
+            except (RuntimeError, ValueError) as error:
+                return f"DIVERGENCE at epoch {epoch}: {error}"
+            result.steps.append(step)
+            total, tokens = total + step.train_loss * count, tokens + count
+            largest = max(largest, step.grad_norm)
+        self.tokens_seen += tokens
+        val_loss = evaluate_batches(self.trainer.model, self.valid)["loss"]
+        before = result.epochs[-1].val_loss if result.epochs else None
+        if problem := self._divergence(epoch, val_loss, before):
+            return problem
+        self.trainer.metrics.record_val_loss(val_loss)
+        train_loss = total / max(tokens, 1)
+        metadata = EpochMetadata(
+            epoch,
+            train_loss,
+            val_loss,
+            perplexity(train_loss),
+            perplexity(val_loss),
+            self.trainer.optimizer_state_sha256(),
+            time.monotonic() - begun,
+            self.tokens_seen,
+            largest,
+        )
+        result.epochs.append(metadata)
+        self._save(metadata)
+        return None
+
+    def _step(self) -> tuple[StepMetrics, int]:
+        trainer, begun = self.trainer, time.monotonic()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the gate says it
+            for _ in range(trainer.config.accumulation_steps):
+                trainer.train_batch(self.batch_at(trainer.batches))
+        record = trainer.last
+        assert record is not None
+        if record.skipped is not None and not trainer.scaler.config.dynamic:
+            raise ValueError(f"step {record.step + 1}: {record.skipped}")
+        rate = tokens_per_second(record.tokens, max(time.monotonic() - begun, 1e-9))
+        norm = record.grad_norm if record.skipped is None else 0.0
+        return StepMetrics(record.step, record.loss, norm, record.lr, rate), record.tokens
+
+    def _divergence(self, epoch: int, val_loss: float, before: float | None) -> str | None:
+        config = self.config
+        start = f"DIVERGENCE at epoch {epoch}: validation loss {val_loss}"
+        if not math.isfinite(val_loss):
+            return f"{start} is not finite"
+        if before is None and val_loss > config.max_first_loss:
+            return f"{start} is above {config.max_first_loss}"
+        if before is not None and val_loss > config.divergence * before:
+            return f"{start} is more than {config.divergence} times {before}"
+        return None
+
+    def check_convergence(self, epoch: int, val_loss: float) -> bool:
+        """Take note of a validation loss; whether it is time to stop."""
+        if val_loss < self.best_val_loss:
+            self.best_val_loss, self.patience_count = val_loss, 0
+        else:
+            self.patience_count += 1
+        late = epoch + 1 >= self.config.min_epochs
+        return late and self.patience_count > self.config.patience
+
+    def _save(self, metadata: EpochMetadata) -> None:
+        if self.folder is None:
+            return
+        from .folder import write_atomic
+
+        path = self.folder / "ckpt" / f"epoch-{metadata.epoch:03}.apr"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.trainer.save_apr(path)
+            write_atomic(path.with_suffix(".metadata.json"), _json(asdict(metadata)))
+        except (OSError, RuntimeError) as error:  # an epoch is worth more than its copy
+            warnings.warn(f"{path} was not written: {error}", RuntimeWarning, 2)
+
+
+def _json(values: dict[str, Any]) -> str:
+    return json.dumps(values, indent=2) + "\n"
