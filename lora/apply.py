@@ -7,10 +7,12 @@ from typing import Any
 
 from ..autograd import Tensor
 from ..autograd.backend import FLOATS
+from ..transformer.layers import Linear
 from ..transformer.module import Module
 from .config import LoRAConfig
-from .linear import LoRALinear, adapt, widened
-from .targets import resolve_saved, resolve_targets
+from .linear import LoRALinear, adapt, plain_linear, widened
+from .quantized import QuantizedLinear
+from .targets import block_of, resolve_saved, resolve_targets
 
 
 @dataclass
@@ -20,7 +22,7 @@ class _Applied:
     config: LoRAConfig
     trainable: list[Tensor]  # what was trainable before
     saved: list[str]  # modules trained whole
-    merged: dict[str, LoRALinear] = field(default_factory=dict)  # kept aside while merged
+    merged: dict[str, Module] = field(default_factory=dict)  # kept aside while merged
     model_config: Any = None  # before merging untied the head
 
 
@@ -43,8 +45,17 @@ def apply_lora(model: Module, config: LoRAConfig, seed: int | None = None) -> in
         adapter = adapt(model.get_module(name), slices, config, seed or 0, name)
         adapter.training = model.training
         model.set_module(name, adapter)
+    if config.quantize is not None:
+        _quantize_others(model, config.quantize, saved)
     _thaw(model)
     return sum(p.size for p in adapter_params(model))
+
+
+def _quantize_others(model: Module, kind: str, saved: list[str]) -> None:
+    """Hold the linear layers of the blocks that carry no adapter in 4 bits too."""
+    for name, layer in list(model.named_modules()):
+        if type(layer) is Linear and block_of(name) is not None and name not in saved:
+            model.set_module(name, QuantizedLinear(widened(layer.weight.data), layer.bias, kind))
 
 
 def _check_saved(model: Module, saved: list[str]) -> None:
@@ -140,8 +151,9 @@ def merge_lora(model: Module, keep: bool = True) -> int:
     for p in applied.trainable:
         p.requires_grad = True
     applied.model_config = model.config
-    for name, adapter in modules:
-        plain = adapter.merged()
+    kept = _folded(model)
+    for name, layer in kept.items():
+        plain = _plain(layer)
         plain.training = model.training
         for p in plain.parameters():
             p.requires_grad = True
@@ -149,10 +161,26 @@ def merge_lora(model: Module, keep: bool = True) -> int:
         if name == "lm_head":
             _untie_config(model)
     if keep:
-        applied.merged = dict(modules)
+        applied.merged = kept
     else:
         model._lora = None
     return len(modules)
+
+
+def _folded(model: Module) -> dict[str, Module]:
+    """The layers that a merged model has in plain form: adapted ones, and those in 4 bits."""
+    return {
+        name: m
+        for name, m in model.named_modules()
+        if isinstance(m, LoRALinear)
+        or (isinstance(m, QuantizedLinear) and not name.endswith(".base"))
+    }
+
+
+def _plain(layer: Module) -> Linear:
+    if isinstance(layer, QuantizedLinear):
+        return plain_linear(layer.dequantized(), layer.bias)
+    return layer.merged()
 
 
 def unmerge_lora(model: Module) -> int:
@@ -191,14 +219,13 @@ def _untie_config(model: Module) -> None:
 
 def merged_state_dict(model: Module) -> dict[str, Any]:
     """The state dict that the merged model would have; the model itself stays as it is."""
-    merged = {name: adapter.merged() for name, adapter in lora_modules(model)}
-    if not merged:
+    if not lora_modules(model):
         raise ValueError("merged_state_dict: model has no LoRA adapters")
+    folded = {name: _plain(layer) for name, layer in _folded(model).items()}
     state: dict[str, Any] = {}
     for path, p in model.named_parameters():
-        owner = next((name for name in merged if path.startswith(f"{name}.")), None)
-        if owner is None:
+        if not any(path.startswith(f"{name}.") for name in folded):
             state[path] = p.data
-        else:
-            state.update((f"{owner}.{n}", q.data) for n, q in merged[owner].named_parameters())
+    for name, layer in folded.items():
+        state.update((f"{name}.{key}", p.data) for key, p in layer.named_parameters())
     return state

@@ -13,12 +13,15 @@ import numpy as np
 from ..autograd import Tensor, linear, no_grad
 from ..autograd.backend import kernel
 from ..autograd.launch import body
+from ..autograd.precision import compute_in
 from ..autograd.random import make_key, uniform
 from ..autograd.tape import op
 from ..transformer.dropout import dropped
 from ..transformer.layers import Linear
 from ..transformer.module import Module
 from .config import LoRAConfig
+from .pissa import principal_factors
+from .quantized import QuantizedLinear
 from .targets import Slice
 
 
@@ -31,6 +34,9 @@ class LoRALinear(Module):
     With DoRA (Liu et al. 2024, arXiv:2402.09353) the rows of a slice are W' = m (W + scale B A) / n
     where n are the norms of the rows of W + scale B A, taken as constants, and m (N), which starts
     as the norms of W's rows, is trained.
+
+    `init="pissa"` moves the largest singular triples of each slice of W into its factors;
+    `quantize` holds what is left of W in 4 bits, of a kind that `QuantizedLinear` knows.
     """
 
     def __init__(
@@ -43,10 +49,12 @@ class LoRALinear(Module):
         *,
         use_rslora: bool = False,
         use_dora: bool = False,
+        init: str = "default",
+        quantize: str | None = None,
         seed: int = 0,
         name: str = "",
     ):
-        O, I = base_shape(base)  # noqa: E741
+        O = base_shape(base)[0]  # noqa: E741
         self.slices = tuple(slices) if slices is not None else ((0, O),)
         if not self.slices:
             raise ValueError("LoRALinear: at least one slice is needed")
@@ -62,29 +70,25 @@ class LoRALinear(Module):
         of = LoRAConfig(use_rslora=use_rslora).scale
         self.scales = tuple(of(r, a) for r, a in zip(self.ranks, self.alphas, strict=True))
         self.use_rslora, self.dropout, self.name = use_rslora, dropout, name
-        self.base = base
-        for p in base.parameters():
+        self.base, dtype = base, _factor_type(base)
+        start = _principal if init == "pissa" else _default
+        pairs = [start(self, n, seed) for n in range(len(self.slices))]
+        self.a = [_trained(a, dtype) for a, _ in pairs]
+        self.b = [_trained(b, dtype) for _, b in pairs]
+        self.moved = tuple(pairs) if init == "pissa" else ()  # what the factors took from the base
+        if self.moved:
+            self.base = plain_linear(self._without_moved(), self.bias)
+        if quantize is not None:
+            self.base = QuantizedLinear(base_weight(self.base), self.bias, quantize)
+        for p in self.base.parameters():
             p.requires_grad = False
-        bound = 1 / math.sqrt(I)
-        dtype = self.dtype
-        self.a = [
-            _trained(uniform(make_key("lora", seed, name, n), (R, I), -bound, bound), dtype)
-            for n, R in enumerate(self.ranks)
-        ]
-        self.b = [
-            _trained(np.zeros((stop - start, R)), dtype)
-            for (start, stop), R in zip(self.slices, self.ranks, strict=True)
-        ]
-        self.m: list[Tensor] = []
-        if use_dora:
-            weight = base_weight(base)
-            self.m = [_trained(row_norms(weight[i:j]), dtype) for i, j in self.slices]
+        rows = [row_norms(self._updated(n)) for n in range(len(pairs))] if use_dora else []
+        self.m = [_trained(norms, dtype) for norms in rows]
 
     @property
-    def dtype(self) -> Any:
-        """What the factors are kept in: float32, whatever the base is stored in, or float64."""
-        weight = getattr(self.base, "weight", None)
-        return np.dtype(np.float64 if weight is not None and weight.dtype == np.float64 else "f4")
+    def bias(self) -> Tensor | None:
+        """The base's bias."""
+        return self.base.bias
 
     @property
     def scale(self) -> float:
@@ -117,8 +121,8 @@ class LoRALinear(Module):
         if not self.m:
             return add_slices(y, *deltas, slices=self.slices)
         base = self.base(d) if p else y
-        if (bias := getattr(self.base, "bias", None)) is not None:
-            base = base - bias
+        if self.bias is not None:
+            base = base - self.bias
         for n, (start, stop) in enumerate(self.slices):
             # y + (m/n - 1) W d + (m/n) scale B A d
             ratio = self.m[n] / Tensor(row_norms(self._updated(n)))
@@ -128,9 +132,15 @@ class LoRALinear(Module):
     def _updated(self, n: int) -> Any:
         """W + scale B A in the rows of slice n, as an array."""
         start, stop = self.slices[n]
-        with no_grad():
-            update = self.b[n] @ self.a[n] * self.scales[n]
-        return base_weight(self.base)[start:stop] + update.data
+        update = _product(self.b[n].data, self.a[n].data, self.scales[n])
+        return base_weight(self.base)[start:stop] + update
+
+    def _without_moved(self) -> Any:
+        """The base's matrix less what the factors start with."""
+        weight = base_weight(self.base).copy()
+        for (start, stop), (a, b), scale in zip(self.slices, self.moved, self.scales, strict=True):
+            weight[start:stop] -= _product(b, a, scale)
+        return weight
 
     def merged_weight(self) -> Any:
         """The matrix (O, I) that gives what this layer gives: a float32 or float64 array."""
@@ -144,7 +154,7 @@ class LoRALinear(Module):
 
     def merged(self) -> Linear:
         """A plain linear layer that gives what this layer gives without dropout."""
-        return plain_linear(self.merged_weight(), getattr(self.base, "bias", None))
+        return plain_linear(self.merged_weight(), self.bias)
 
 
 def adapt(base: Module, slices: Sequence[Slice], config: LoRAConfig, seed: int, name: str):
@@ -157,6 +167,8 @@ def adapt(base: Module, slices: Sequence[Slice], config: LoRAConfig, seed: int, 
         [(s.start, s.stop) for s in slices],
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
+        init=config.init,
+        quantize=config.quantize,
         seed=seed,
         name=name,
     )
@@ -211,11 +223,13 @@ def plain_linear(weight: Any, bias: Tensor | None) -> Linear:
 
 def base_shape(base: Module) -> tuple[int, int]:
     """(O, I) of a frozen layer."""
-    return base.weight.shape
+    return base.shape if isinstance(base, QuantizedLinear) else base.weight.shape
 
 
 def base_weight(base: Module) -> Any:
     """The matrix of a frozen layer in float32 or float64, whatever it is stored in."""
+    if isinstance(base, QuantizedLinear):
+        return base.dequantized()
     return widened(base.weight.data)
 
 
@@ -233,8 +247,35 @@ def row_norms(weight: Any) -> Any:
         return (w * w).sum(axis=1).sqrt().data
 
 
+def _product(b: Any, a: Any, scale: float) -> Any:
+    """scale B A in float32 or float64, whatever products are computed in."""
+    with no_grad(), compute_in("fp32"):
+        return (Tensor(b) @ Tensor(a) * scale).data
+
+
+def _default(layer: LoRALinear, n: int, seed: int) -> tuple[Any, Any]:
+    """A uniform in +-1 / sqrt(I), B zero."""
+    (start, stop), R = layer.slices[n], layer.ranks[n]
+    I = base_shape(layer.base)[1]  # noqa: E741
+    bound = 1 / math.sqrt(I)
+    a = uniform(make_key("lora", seed, layer.name, n), (R, I), -bound, bound)
+    return a, np.zeros((stop - start, R), np.float32)
+
+
+def _principal(layer: LoRALinear, n: int, seed: int) -> tuple[Any, Any]:
+    start, stop = layer.slices[n]
+    rows = base_weight(layer.base)[start:stop]
+    return principal_factors(rows, layer.ranks[n], layer.scales[n], seed, f"{layer.name}.{n}")
+
+
+def _factor_type(base: Module) -> Any:
+    """float32, whatever the base is stored in, or float64."""
+    is_double = isinstance(base, Linear) and base.weight.dtype == np.float64
+    return np.float64 if is_double else np.float32
+
+
 def _trained(values: Any, dtype: Any) -> Tensor:
-    return Tensor(np.ascontiguousarray(values, dtype), requires_grad=True)
+    return Tensor(np.array(values, dtype, order="C"), requires_grad=True)
 
 
 def _per_slice(value: Any, n: int) -> tuple:

@@ -198,6 +198,6 @@ def layer_from_json(text: str, base: Module) -> LoRALinear:
             f"layer_from_json: the scale {v['scale']} is neither alpha / r nor alpha / sqrt(r)"
         )
     layer = LoRALinear(base, R, v["alpha"], use_rslora=rank_stabilised)
-    layer.a[0].data = np.array(v["lora_a"], layer.dtype).reshape(R, I)
-    layer.b[0].data = np.array(v["lora_b"], layer.dtype).reshape(O, R)
+    layer.a[0].data = np.array(v["lora_a"], layer.a[0].dtype).reshape(R, I)
+    layer.b[0].data = np.array(v["lora_b"], layer.b[0].dtype).reshape(O, R)
     return layer

@@ -64,14 +64,19 @@ def save_adapter_peft(
 def _one_pair(m: LoRALinear) -> tuple[dict[str, Any], int, float]:
     """The tensors of an adapted layer as one pair over the whole matrix, its rank, its alpha."""
     O, I = base_shape(m.base)  # noqa: E741
-    R = sum(m.ranks)
+    parts = [
+        (A.numpy(), B.numpy(), span, scale)
+        for A, B, span, scale in zip(m.a, m.b, m.slices, m.scales, strict=True)
+    ]
+    if m.moved:  # PiSSA took scale B A of its start from the base; a plain adapter gives it back
+        parts += [(A, -B, *part[2:]) for (A, B), part in zip(m.moved, parts, strict=True)]
+    R = sum(len(A) for A, *_ in parts)
     a, b = np.zeros((R, I), np.float32), np.zeros((O, R), np.float32)
     at = 0
-    for A, B, (start, stop), scale in zip(m.a, m.b, m.slices, m.scales, strict=True):
-        r = len(A.data)
-        a[at : at + r] = A.numpy()
-        b[start:stop, at : at + r] = B.numpy() * np.float32(scale / m.scales[0])
-        at += r
+    for A, B, (start, stop), scale in parts:
+        a[at : at + len(A)] = A
+        b[start:stop, at : at + len(A)] = B * np.float32(scale / m.scales[0])
+        at += len(A)
     tensors = {"lora_A.weight": a, "lora_B.weight": b}
     if m.m:
         magnitude = row_norms(base_weight(m.base)).astype(np.float32)

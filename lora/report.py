@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from ..transformer.module import Module
-from .apply import adapter_params, lora_config, lora_modules
+from .apply import adapter_params, lora_config
 from .config import LoRAConfig
+from .quantized import QuantizedLinear
 
 
 def adapter_size(model: Module) -> tuple[int, int]:
     """(values in the adapter, values in the base); a tied head counts once."""
     adapter = sum(p.size for p in adapter_params(model))
-    frozen = sum(m.base.weight.size for _, m in lora_modules(model) if not _is_parameter(m.base))
-    return adapter, model.num_parameters + frozen - adapter
-
-
-def _is_parameter(base: Module) -> bool:
-    return any(p is base.weight for p in base.parameters())
+    packed = sum(
+        math.prod(m.shape) for _, m in model.named_modules() if isinstance(m, QuantizedLinear)
+    )
+    return adapter, model.num_parameters + packed - adapter
 
 
 def describe(model: Module, config: LoRAConfig | None = None) -> str:

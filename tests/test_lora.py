@@ -18,16 +18,20 @@ from afinar.lora import (
     layer_from_json,
     layer_to_json,
     load_adapter,
+    load_adapter_peft,
     lora_modules,
     lora_param_groups,
     merge_lora,
     merged_state_dict,
     save_adapter,
+    save_adapter_peft,
     stack_adapter,
     trainable_line,
     unmerge_lora,
     write_stacked,
 )
+from afinar.lora.pissa import principal_factors
+from afinar.lora.quantized import NF4, QuantizedLinear
 from afinar.optim import AdamW, weights_sha256
 from afinar.transformer import Transformer, TransformerConfig
 from afinar.transformer.decoder import Decoder, DecoderConfig, preset
@@ -653,6 +657,114 @@ def test_trained_norms_travel_with_the_adapter(tmp_path):
     restored = llama()
     assert load_adapter(restored, path) == config
     assert np.array_equal(logits(model), logits(restored))
+
+
+# --- 4 bits ---------------------------------------------------------------------------------
+
+
+def test_int4_by_hand():
+    """Blocks of 64, s = max / 7, the first code in the upper half of a byte, halves away from 0."""
+    w = np.zeros((2, 64), np.float32)
+    w[0, :6] = [7, -7, 2.5, -2.5, 0.49, 3]
+    layer = QuantizedLinear(w, None, "int4")
+    assert layer.codes[:3].tolist() == [0x79, 0x3D, 0x03]
+    assert layer.scales.tolist() == [1, 0]
+    assert layer.dequantized()[0, :6].tolist() == [7, -7, 3, -3, 0, 3]
+    assert not layer.dequantized()[1].any()
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4-double", "nf4"])
+def test_the_error_of_4_bits_is_bounded(kind):
+    w = np.random.default_rng(0).standard_normal((40, 100)).astype(np.float32)
+    layer = QuantizedLinear(w, None, kind)
+    pad = np.zeros(63 * 64, np.float32)
+    error, largest = pad.copy(), pad.copy()
+    error[:4000], largest[:4000] = np.abs(layer.dequantized() - w).ravel(), np.abs(w).ravel()
+    # Half a step of the scale; of nf4 half its widest gap; 8-bit scales are off by half a step.
+    step = {"int4": 0.5 / 7, "nf4": (1 - 0.6961928) / 2, "int4-double": 0.5 / 7 + 0.012}[kind]
+    largest = largest.reshape(-1, 64).max(axis=1, keepdims=True)
+    assert (error.reshape(-1, 64) <= 1.01 * step * largest).all()
+    bits = {"int4": 4.5, "nf4": 4.5, "int4-double": 4.2}
+    assert layer.nbytes * 8 / w.size < bits[kind] * 1.02
+
+
+def test_nf4_hits_its_sixteen_values():
+    w = np.tile(NF4, 4)[None] * np.float32(3)
+    assert np.array_equal(QuantizedLinear(w, None, "nf4").dequantized(), w)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4-double", "nf4"])
+@pytest.mark.parametrize("make", [decoder, llama])
+def test_a_4_bit_base_trains_merges_and_comes_back(kind, make):
+    model = make()
+    linears = [n for n, m in model.named_modules() if type(m) is Linear and n != "lm_head"]
+    count = apply_lora(model, LoRAConfig(r=4, quantize=kind))
+    assert adapter_size(model)[0] == count
+    assert adapter_size(model)[1] == make().num_parameters
+    packed = [m for _, m in model.named_modules() if isinstance(m, QuantizedLinear)]
+    assert len(packed) == len(linears)
+    model.loss(ids(), ids()).backward()
+    assert all(p.grad is not None for p in adapter_params(model))
+    disturb(model)
+    adapted, state = logits(model), merged_state_dict(model)
+    assert merge_lora(model) == (2 if make is decoder else 4)
+    assert all(p.dtype == np.float32 for p in model.parameters())
+    assert np.abs(adapted - logits(model)).max() <= 1e-5 * np.abs(adapted).max()
+    assert {n: a.tobytes() for n, a in state.items()} == {
+        n: a.tobytes() for n, a in model.state_dict().items()
+    }
+    assert set(state) == set(make().state_dict())
+    unmerge_lora(model)
+    assert np.array_equal(logits(model), adapted)
+
+
+def test_16_bit_bases_merge_into_float32():
+    model = llama()
+    for p in model.parameters():
+        p.requires_grad = False
+        p.data = (p.data.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    apply_lora(model, LoRAConfig(r=4, modules_to_save=("norms",)))
+    assert all(p.dtype == np.float32 for p in adapter_params(model))
+    model.loss(ids(), ids()).backward()
+    disturb(model)
+    adapted = logits(model)
+    merge_lora(model)
+    assert model.model.layers[0].self_attn.q_proj.weight.dtype == np.float32
+    assert model.model.layers[0].self_attn.k_proj.weight.dtype == np.uint16
+    assert np.abs(adapted - logits(model)).max() <= 1e-5 * np.abs(adapted).max()
+
+
+# --- PiSSA ---------------------------------------------------------------------------------
+
+
+def test_pissa_takes_the_largest_singular_triples():
+    rng = np.random.default_rng(0)
+    u, _ = np.linalg.qr(rng.standard_normal((20, 12)))
+    v, _ = np.linalg.qr(rng.standard_normal((12, 12)))
+    s = 0.7 ** np.arange(12)
+    w = (u * s @ v.T).astype(np.float32)
+    a, b = principal_factors(w, 3, 2.0, 0, "x")
+    np.testing.assert_allclose(2 * b @ a, u[:, :3] * s[:3] @ v[:, :3].T, atol=1e-5)
+    np.testing.assert_allclose(2 * b.T @ b, np.diag(s[:3]), atol=1e-5)  # U^T U = 1, descending
+    np.testing.assert_allclose(2 * a @ a.T, np.diag(s[:3]), atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}])
+def test_pissa_leaves_the_model_as_it_was_and_exports_as_a_plain_adapter(tmp_path, options):
+    model = decoder()
+    before = logits(model)
+    config = LoRAConfig(r=4, alpha=2, targets=("q", "v", "mlp_out"), init="pissa", **options)
+    apply_lora(model, config)
+    np.testing.assert_allclose(logits(model), before, atol=1e-5)
+    assert all(m.b[0].data.any() for _, m in lora_modules(model))
+    disturb(model)
+    restored = decoder()
+    exported = load_adapter_peft(restored, save_adapter_peft(model, tmp_path / "peft"))
+    assert exported.init == "default"
+    np.testing.assert_allclose(logits(restored), logits(model), atol=2e-5)
+    restored = decoder()
+    load_adapter(restored, save_adapter(model, tmp_path / "native" / "adapter.safetensors"))
+    assert np.array_equal(logits(restored), logits(model))
 
 
 # --- files ---------------------------------------------------------------------------------
