@@ -46,13 +46,16 @@ def _theirs(q: Any, k: Any, v: Any, g: Any) -> Callable[[], list[Any]] | None:
     def step() -> list[Any]:
         for x in leaves:
             x.grad = None
-        out = torch.nn.functional.scaled_dot_product_attention(
-            *leaves, is_causal=True, enable_gqa=True
-        )
+        out = _attend(*leaves, is_causal=True)
         out.backward(g)
         return [x.transpose(1, 2).detach().numpy() for x in (out, *(x.grad for x in leaves))]
 
     return step
+
+
+def _attend(*arrays: Any, is_causal: bool = False) -> Any:
+    attend = optional("torch").nn.functional.scaled_dot_product_attention
+    return attend(*arrays, is_causal=is_causal, enable_gqa=True)
 
 
 def rows(threads: int) -> Iterator[Row]:
@@ -77,8 +80,7 @@ def rows(threads: int) -> Iterator[Row]:
             runs: list[Callable] = [lambda q=q, k=k, v=v: attention(q, k, v).numpy()]
             if torch is not None:
                 moved = [torch.tensor(x).transpose(1, 2) for x in (q, k, v)]
-                attend = torch.nn.functional.scaled_dot_product_attention
-                runs.append(lambda moved=moved: attend(*moved, enable_gqa=True).transpose(1, 2))
+                runs.append(lambda moved=moved: _attend(*moved).transpose(1, 2))
                 close(runs[0](), runs[1]().numpy())
             times = [*in_turns(*runs), None]
         yield Row("attention", f"one token after {S}", threads, times[0], times[1], "torch")
