@@ -18,9 +18,11 @@ TOY = ["--preset", "tiny", "--batch", "2", "--seq-len", "16", "--steps", "6", "-
 TOY += ["--eval-every", "3", "--eval-rows", "2", "--digest-every", "2", "--snapshot-every", "3"]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _threads():
+    """One thread where threads are not the matter: toy kernels would only wait for each other."""
     before = get_num_threads()
+    set_num_threads(1)
     yield
     set_num_threads(before)
 
@@ -98,7 +100,8 @@ def test_the_first_step_uses_a_positive_rate_after_warmup_from_zero(run):
 def test_threads_and_a_config_file_give_the_same_record(run, text, tmp_path):
     out = tmp_path / "again"
     config = ["--config", str(run / "run.toml"), "--out", str(out)]
-    assert main(["train", *config, "--threads", "1"]) == 0
+    assert main(["train", *config, "--threads", "2"]) == 0
+    set_num_threads(1)
     assert (out / "digests.json").read_bytes() == (run / "digests.json").read_bytes()
     assert (out / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
 
@@ -224,10 +227,10 @@ def command(*args):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_is_whole_and_goes_on_as_if_it_had_not_stopped(number, text, tmp_path):
-    args = ["--config", tmp_path / "c.toml", "--data", text]
+    args = ["--config", tmp_path / "c.toml", "--data", text, "--threads", "1"]
     (tmp_path / "c.toml").write_text(
-        'preset = "tiny"\nsteps = 400\nbatch = 1\nseq_len = 8\neval_every = 40\neval_rows = 2\n'
-        "digest_every = 40\nsnapshot_every = 200\n"
+        'preset = "tiny"\nsteps = 200\nbatch = 1\nseq_len = 8\neval_every = 40\neval_rows = 2\n'
+        "digest_every = 40\nsnapshot_every = 100\n"
     )
     stopped = tmp_path / "stopped"
     process = subprocess.Popen(
@@ -239,7 +242,7 @@ def test_a_stopped_run_is_whole_and_goes_on_as_if_it_had_not_stopped(number, tex
     assert process.wait() == 1
     folder = RunFolder.open(stopped)
     done = folder.metrics()[-1]["step"]
-    assert 10 <= done < 400
+    assert 10 <= done < 200
     assert folder.digests()["steps"][-1]["step"] == done
     assert (stopped / "model.safetensors").is_file()
     assert main(["verify", str(stopped)]) == 0
@@ -255,7 +258,8 @@ def test_a_stopped_run_is_whole_and_goes_on_as_if_it_had_not_stopped(number, tex
 
 def test_a_killed_run_loses_no_more_than_since_its_snapshot(text, tmp_path):
     out = tmp_path / "killed"
-    args = ["--data", text, "--preset", "tiny", "--steps", "400", "--batch", "1", "--seq-len", "8"]
+    args = ["--data", text, "--preset", "tiny", "--steps", "200", "--batch", "1", "--seq-len", "8"]
+    args += ["--threads", "1"]
     process = subprocess.Popen(
         command("train", *args, "--snapshot-every", "7", "--out", out), stdout=subprocess.PIPE
     )
@@ -268,8 +272,8 @@ def test_a_killed_run_loses_no_more_than_since_its_snapshot(text, tmp_path):
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9')  # a line cut off by the kill
     assert main(["train", "--resume", str(out)]) == 0
-    assert [row["step"] for row in RunFolder.open(out).metrics()] == list(range(1, 401))
-    assert main(["verify", str(out), "--from", "399"]) == 2  # no snapshot there
+    assert [row["step"] for row in RunFolder.open(out).metrics()] == list(range(1, 201))
+    assert main(["verify", str(out), "--from", "199"]) == 2  # no snapshot there
 
 
 def test_a_resumed_run_keeps_its_settings_and_data(run, text, tmp_path, capsys):
@@ -348,3 +352,54 @@ def test_the_live_line_of_a_terminal():
     assert lines[1].startswith("first step after")
     assert lines[-1].startswith("step 2/2  ████████████  loss 1.5000  val 1.2500  lr 1.00e-03")
     assert screen.getvalue().endswith("\n")
+
+
+# --- adapters ---
+
+
+@pytest.fixture(scope="module")
+def adapted(run, text, tmp_path_factory):
+    """A LoRA run on top of the run."""
+    out = tmp_path_factory.mktemp("runs") / "lora"
+    args = ["--model", run, "--data", text, "--out", out, "--steps", "4", "--batch", "2"]
+    args += ["--seq-len", "16", "--lora", "q_proj,v_proj", "--lora-r", "2", "--lora-alpha", "4"]
+    assert main(["train", *map(str, args), "--snapshot-every", "2", "--warmup", "0"]) == 0
+    return out
+
+
+def test_a_lora_run_holds_an_adapter_in_place_of_the_weights(adapted, run):
+    names = {p.name for p in adapted.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "digests.json"} <= names
+    assert "model.safetensors" not in names
+    config = json.loads((adapted / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 4)
+    assert config["base_model_name_or_path"] == str(run)
+
+
+def test_a_lora_run_replays(adapted):
+    assert main(["verify", str(adapted)]) == 0
+    assert main(["verify", str(adapted), "--from", "2"]) == 0
+
+
+def test_adapted_and_merged_model_score_the_same(adapted, run, text, tmp_path, capsys):
+    merged = tmp_path / "merged"
+    args = ["merge", "--model", str(run), "--adapter", str(adapted), "--out", str(merged)]
+    assert main(args) == 0
+    assert "merged the adapters of 4 modules" in capsys.readouterr().out
+    assert "exists already" in error(capsys, *args)
+    losses = []
+    for model in ([run], [run, "--adapter", adapted], [adapted], [merged]):
+        call = ["eval", "--data", text, "--seq-len", "16", "--rows", "8", "--model", *model]
+        assert main([str(a) for a in call]) == 0
+        losses.append(float(capsys.readouterr().out.split()[1]))
+    assert losses[1] == losses[2] == pytest.approx(losses[3], abs=1e-4)
+    assert losses[0] != losses[1]
+
+
+def test_generate_under_an_adapter(adapted, run, capsys):
+    shown = []
+    for model in ([adapted], [run, "--adapter", adapted]):
+        args = ["generate", *model, "--prompt", "12 ", "--max-new-tokens", "8"]
+        assert main([str(a) for a in args]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from afinar.train.batch import IGNORED
 from afinar.train.data import load_data, read_documents, stdlib_files
-from afinar.train.sequences import IGNORED, PADDING, Packed, Windows
+from afinar.train.sequences import PADDING, Packed, Windows
 from afinar.train.text import ByteTokenizer, Stream, load_tokenizer, one_bos
 
 TEMPLATE = (
@@ -287,7 +288,6 @@ def test_packing_keeps_documents_apart_and_loses_nothing():
             ids, trained = (np.array(x) for x in documents[d])
             inside = row["segments"] == segment
             np.testing.assert_array_equal(row["inputs"][inside], ids[:-1])
-            np.testing.assert_array_equal(row["positions"][inside], np.arange(len(ids) - 1))
             expected = np.where(trained[1:], ids[1:], IGNORED)
             np.testing.assert_array_equal(row["targets"][inside], expected)
         outside = row["segments"] == PADDING

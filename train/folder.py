@@ -81,8 +81,10 @@ class RunFolder:
                 raise ValueError(
                     f"{self.path} is being written by another process; wait for it or stop it"
                 ) from None
-            yield
-            (self / ".lock").unlink(missing_ok=True)
+            try:
+                yield
+            finally:
+                (self / ".lock").unlink(missing_ok=True)
 
     # --- what is written ---
 

@@ -87,12 +87,6 @@ def build(settings: Settings) -> Run:
         mask_prompt=settings.mask_prompt,
         pack=settings.pack,
     )
-    rows, batch = len(data.train), settings.batch or 1
-    if rows < batch:
-        raise ValueError(
-            f"data: {data.source} makes {rows} sequences of {settings.seq_len} tokens, fewer than "
-            f"a batch of {batch}; give more data, or a smaller --batch or --seq-len"
-        )
     model = start_model(settings, tokenizer)
     limit = positions(model.config)
     if settings.seq_len > limit:
@@ -101,6 +95,12 @@ def build(settings: Settings) -> Run:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids, "
             f"the model's vocabulary only {model.config.vocab_size}"
+        )
+    rows, batch = len(data.train), settings.batch or 1
+    if rows < batch:
+        raise ValueError(
+            f"data: {data.source} makes {rows} sequences of {settings.seq_len} tokens, fewer than "
+            f"a batch of {batch}; give more data, or a smaller --batch or --seq-len"
         )
     start = weights_sha256(model)
     trainer = TransformerTrainer.with_model(model, train_config(settings, model.config))
