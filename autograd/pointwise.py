@@ -12,6 +12,7 @@ functions of `mathf`, `choose`, `like`, and whatever else `@scalar` marks.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,8 @@ from .lanes import INLINE, element, load, select, store
 from .launch import body
 
 CHUNK = 1 << 13  # elements per index: microseconds of work, whole pages of memory
+SMALL = 1 << 12  # elements that NumPy handles before a body has started
+_BOOL = np.dtype(bool)
 
 
 def scalar(fn: Callable) -> Callable:
@@ -64,51 +67,80 @@ def _like(x, value):
     return lambda x, value: np.float64(value)
 
 
-def pointwise(fn: Callable) -> Kernel:
-    """Make a kernel of a formula for one result; its arrays are broadcast to one shape."""
-    return _kernel(scalar(fn), _loops[len(inspect.signature(fn).parameters)], 1)
+def pointwise(fn: Callable | None = None, *, ufunc: Any = None) -> Any:
+    """Make a kernel of a formula for one result; its arrays are broadcast to one shape.
+
+    `ufunc` is the formula's name in NumPy if it is a single IEEE operation, whose bits are the
+    same everywhere. It serves small arrays, where starting a body would cost more than the work,
+    and operands that must be broadcast.
+    """
+    if fn is None:
+        return functools.partial(pointwise, ufunc=ufunc)
+    run = _loops[len(inspect.signature(fn).parameters)](scalar(fn))
+    made = kernel(fn)
+    made.cpu(lambda *arrays: compute(run, arrays, ufunc))
+    return made
 
 
 def pointwise_pair(fn: Callable) -> Kernel:
-    """Make a kernel of a formula for two results, of three arrays."""
-    return _kernel(scalar(fn), three_to_two, 2)
-
-
-def _kernel(fn: Callable, loop: Callable, outs: int) -> Kernel:
-    made, run = kernel(fn), loop(fn)
+    """Make a kernel of a formula for two results, of three arrays of one shape."""
+    run = _three_to_two(scalar(fn))
+    made = kernel(fn)
 
     def fast(*arrays: Any) -> Any:
-        results = compute(run, arrays, (None,) * outs)
-        return results if outs > 1 else results[0]
+        shape, dtype, arrays = _alike(arrays)
+        out, out2 = buffers.empty(shape, dtype), buffers.empty(shape, dtype)
+        run(-(-out.size // CHUNK), *arrays, out.reshape(-1), out2.reshape(-1))
+        return out, out2
 
     made.cpu(fast)
     return made
 
 
-def compute(run: Any, arrays: tuple, results: tuple) -> tuple:
-    """Run the body of a formula; results that are None are made here."""
-    floats = [a.dtype for a in arrays if a.dtype != np.bool_]
-    dtype = floats[0] if all(d == floats[0] for d in floats) else np.result_type(*floats)
-    if dtype not in FLOATS:
-        raise TypeError(f"float32 or float64 needed, given {[str(a.dtype) for a in arrays]}")
+def compute(run: Any, arrays: tuple, ufunc: Any = None, out: Any = None) -> Any:
+    """Run the body of a formula, or its ufunc, into `out` if given."""
+    first = arrays[0]
+    if ufunc is not None and (first.size < SMALL or any(a.shape != first.shape for a in arrays)):
+        if out is None:
+            out = buffers.empty(np.broadcast(*arrays).shape, _dtype(arrays))
+        with np.errstate(all="ignore"):
+            return ufunc(*arrays, out=out)
+    shape, dtype, arrays = _alike(arrays)
+    if out is None:
+        out = buffers.empty(shape, dtype)
+    run(-(-out.size // CHUNK), *arrays, out.reshape(-1))
+    return out
+
+
+def _alike(arrays: tuple) -> tuple[tuple[int, ...], Any, list]:
+    """The shape and type of the result, and the arrays flat in that shape and type."""
+    dtype = _dtype(arrays)
     shape = arrays[0].shape
     if any(a.shape != shape for a in arrays):
-        shape = np.broadcast_shapes(*(a.shape for a in arrays))
-        arrays = tuple(np.broadcast_to(a, shape) for a in arrays)
-    flat = [
-        np.ascontiguousarray(a, a.dtype if a.dtype == np.bool_ else dtype).reshape(-1)
-        for a in arrays
-    ]
-    results = tuple(buffers.empty(shape, dtype) if r is None else r for r in results)
-    size = results[0].size
-    run(-(-size // CHUNK), *flat, *(r.reshape(-1) for r in results))
-    return results
+        shape = np.broadcast(*arrays).shape
+    return shape, dtype, [_spread(a, shape, dtype).reshape(-1) for a in arrays]
+
+
+def _spread(a: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    if a.shape == shape and a.dtype in (dtype, _BOOL):
+        return a
+    out = buffers.empty(shape, _BOOL if a.dtype == _BOOL else dtype)
+    out[...] = a
+    return out
+
+
+def _dtype(arrays: tuple) -> Any:
+    kinds = {a.dtype for a in arrays} - {_BOOL}
+    dtype = kinds.pop() if len(kinds) == 1 else np.result_type(*kinds)
+    if dtype not in FLOATS:
+        raise TypeError(f"float32 or float64 needed, given {[str(a.dtype) for a in arrays]}")
+    return dtype
 
 
 # --- loops over one chunk, 16 elements at a time, one by one at the very end --------------------
 
 
-def one_to_one(fn: Callable) -> Any:
+def _one_to_one(fn: Callable) -> Any:
     @body
     def run(i, x, out):
         start, end = i * CHUNK, min((i + 1) * CHUNK, out.size)
@@ -132,7 +164,7 @@ def two_to_one(fn: Callable) -> Any:
     return run
 
 
-def three_to_one(fn: Callable) -> Any:
+def _three_to_one(fn: Callable) -> Any:
     @body
     def run(i, x, y, z, out):
         start, end = i * CHUNK, min((i + 1) * CHUNK, out.size)
@@ -144,7 +176,7 @@ def three_to_one(fn: Callable) -> Any:
     return run
 
 
-def three_to_two(fn: Callable) -> Any:
+def _three_to_two(fn: Callable) -> Any:
     @body
     def run(i, x, y, z, out, out2):
         start, end = i * CHUNK, min((i + 1) * CHUNK, out.size)
@@ -158,4 +190,4 @@ def three_to_two(fn: Callable) -> Any:
     return run
 
 
-_loops = {1: one_to_one, 2: two_to_one, 3: three_to_one}
+_loops = {1: _one_to_one, 2: two_to_one, 3: _three_to_one}
