@@ -117,12 +117,9 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"old")
 
-    def fail():
-        with atomic_file(path) as f:
-            f.write(b"half")
-            raise KeyboardInterrupt
-
-    pytest.raises(KeyboardInterrupt, fail)
+    with pytest.raises(KeyboardInterrupt), atomic_file(path) as f:
+        f.write(b"half")
+        raise KeyboardInterrupt
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["x"]
 
