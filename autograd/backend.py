@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -89,8 +90,11 @@ class Kernel:
                 )
         body = self.fast.get(module)
         if body is None or _reference_only.get() or (module is np and not launch.JIT):
-            return self.reference(*args)
-        return body(*(self._layout(n, a) for n, a in enumerate(args)))
+            run = functools.partial(self.reference, *args)
+        else:
+            run = functools.partial(body, *(self._layout(n, a) for n, a in enumerate(args)))
+        kept = _kept.get()
+        return run() if kept is None or self.__name__ not in kept.names else kept.result(run)
 
     def _layout(self, n: int, a: Any) -> Any:
         if not is_array(a) or a.flags.c_contiguous:
@@ -105,3 +109,44 @@ def kernel(reference: Callable | None = None, *, strides: tuple[str, ...] = ()) 
     if reference is None:
         return functools.partial(kernel, strides=strides)
     return Kernel(reference, strides)
+
+
+# --- results that a second run need not compute ----------------------------------------------
+
+
+class Kept:
+    """What some kernels returned in the first run of a checkpointed stretch.
+
+    The second run makes the same calls in the same order and gets these results, each once.
+    """
+
+    def __init__(self, names: frozenset[str]):
+        self.names = names
+        self.results: deque[Any] = deque()
+        self.again = False
+
+    def result(self, run: Callable[[], Any]) -> Any:
+        """The result of a kernel call: computed in the first run, remembered in the second."""
+        if self.again:
+            return self.results.popleft()
+        self.results.append(run())
+        return self.results[-1]
+
+
+_kept: contextvars.ContextVar[Kept | None] = contextvars.ContextVar("kept", default=None)
+
+
+def is_keeping() -> bool:
+    """Whether results of kernels are being kept, or handed out again."""
+    kept = _kept.get()
+    return kept is not None and bool(kept.names)
+
+
+@contextlib.contextmanager
+def keeping(kept: Kept | None) -> Iterator[None]:
+    """Within this block the results of its kernels go into `kept`, or come from there."""
+    token = _kept.set(kept)
+    try:
+        yield
+    finally:
+        _kept.reset(token)

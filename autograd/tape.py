@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from .backend import array_module, is_array
+from .backend import Kept, array_module, is_array, is_keeping, keeping
 from .tensor import OPS, Tensor
 
 Vjp = Any  # Callable | tuple[Callable | None, ...]
@@ -268,14 +268,16 @@ def _recording_set(flag: bool) -> Iterator[None]:
 class _Checkpoint:
     """A stretch of the forward pass that will be run again."""
 
-    def __init__(self, fn: Callable, inputs: tuple[Any, ...], leaves: list[Tensor]):
-        self.fn, self.leaves = fn, leaves
+    def __init__(self, fn: Callable, inputs: tuple[Any, ...], leaves: list[Tensor], kept: Kept):
+        self.fn, self.leaves, self.kept = fn, leaves, kept
         self.inputs = [(x.data, x.node) if isinstance(x, Tensor) else (x, None) for x in inputs]
         self.context = contextvars.copy_context()  # precision and the like, as in the first run
 
     def run(self) -> Tensor:
+        self.kept.again = True
+
         def again() -> Tensor:
-            with _recording_set(True):
+            with _recording_set(True), keeping(self.kept):
                 return self.fn(*(_rejoin(*pair) for pair in self.inputs))
 
         return self.context.run(again)
@@ -295,13 +297,16 @@ def checkpoint(fn: Callable[..., Tensor], *inputs: Any) -> Tensor:
     Chen et al. 2016, arXiv:1604.06174. When its turn in the backward pass comes, the stretch is
     run again and its nodes join the same queue, so that every sum has the order it would have
     had: gradients have the same bits as without. Parameters that `fn` reaches by closure count.
+
+    Within `keep_results` a stretch is one whole: a `checkpoint` in it changes nothing.
     """
-    if not _recording.get():
+    if not _recording.get() or is_keeping():
         return fn(*inputs)
+    kept = Kept(_keep_names.get())
     leaves: dict[int, Tensor] = {}
     token = _read_leaves.set(leaves)
     try:
-        with no_grad():
+        with no_grad(), keeping(kept):
             result = fn(*inputs)
     finally:
         _read_leaves.reset(token)
@@ -309,9 +314,28 @@ def checkpoint(fn: Callable[..., Tensor], *inputs: Any) -> Tensor:
         outer.update(leaves)
     parents = tuple(x.node if isinstance(x, Tensor) else None for x in inputs)
     again = Tensor(result.data)
-    rerun = _Checkpoint(fn, inputs, list(leaves.values()))
+    rerun = _Checkpoint(fn, inputs, list(leaves.values()), kept)
     again.node = Node("checkpoint", result.data, parents, rerun)
     return again
+
+
+# The kernels whose results a checkpointed stretch remembers.
+_keep_names: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
+    "keep_names", default=frozenset()
+)
+
+
+@contextlib.contextmanager
+def keep_results(*kernels: str) -> Iterator[None]:
+    """Within this block `checkpoint` keeps what these kernels return, by name, such as "gemm".
+
+    The second run then costs only what is between them.
+    """
+    token = _keep_names.set(frozenset(kernels))
+    try:
+        yield
+    finally:
+        _keep_names.reset(token)
 
 
 # --- saved arrays are read-only ------------------------------------------------------------

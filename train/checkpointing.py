@@ -43,6 +43,11 @@ class CheckpointConfig:
         """Whether anything is computed twice."""
         return self.policy != "none"
 
+    @property
+    def kept_kernels(self) -> tuple[str, ...]:
+        """The kernels whose results are kept beside the inputs of blocks."""
+        return ("gemm", "attention_forward") if self.policy == "matmuls" else ()
+
     def starts(self, layers: int) -> Callable[[int], bool] | None:
         """For a model of so many layers: whether a layer's input is kept. None: all is kept.
 

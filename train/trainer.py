@@ -22,6 +22,7 @@ import numpy as np
 
 from ..autograd import GradScaler, Tensor, compute_in
 from ..autograd.precision import all_finite
+from ..autograd.tape import keep_results
 from ..lora import (
     LoRAConfig,
     apply_lora,
@@ -226,6 +227,7 @@ class TransformerTrainer:
         with (
             compute_in(config.precision_config.precision),
             dropout_scope(config.seed, self.windows, self.accumulated_batches),
+            keep_results(*config.checkpoint_config.kept_kernels),
         ):
             yield
 
