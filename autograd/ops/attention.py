@@ -59,7 +59,7 @@ def attention(
     """
     _check(q, k, v, segments, window, dropout, key)
     if segments is not None:
-        segments = np.ascontiguousarray(segments, np.int64)
+        segments = np.array(segments, np.int64, order="C")  # a copy: backward reads it too
     scale = q.dtype.type(q.shape[3] ** -0.5 if scale is None else scale)
     options = scale, bool(causal), segments, window, dropout, key
     if q.size == 0 or k.size == 0:
@@ -178,24 +178,21 @@ def attention_forward_cpu(q, k, v, scale, causal, segments, window, dropout, key
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
     q, k, v = _filled(q), _filled(k), _filled(v)
-    wide, reach = q.shape[3], 0 if causal else plan.FAR
-    window = plan.FAR if window is None else window
-    # Few queries: those of the heads that share their keys are rows of one block.
+    wide = q.shape[3]
     rows = plan.chunk_rows(wide)
-    parts = G if rows >= H // G * T else H
     if segments is None:
         items, holes = plan.plain_forward(B, T, S, rows), False
     else:
         stretches, holes = plan.runs(B, T, S, segments)
         items = plan.forward_items(stretches, rows)
-    whole = segments is None or items[:, 2].sum() == B * T
-    new = buffers.empty if whole else buffers.zeros
+    # Few queries: those of the heads that share their keys are rows of one block.
+    parts = G if rows >= H // G * T else H
+    new = buffers.empty if items[:, 2].sum() == B * T else buffers.zeros
     out, lse = new((B, T, H, wide), q.dtype), new((B, H, T), q.dtype)
-    work = _workspace(forward.forward_size(rows, wide), q.dtype)
     forward.attention_forward_cpu(
-        len(items) * parts, items, parts, strided(q), strided(k), strided(v), _segments(segments),
-        int(holes), scale, reach, window, *_rule(dropout, key, q.dtype), tiles.blank(q.dtype),
-        work, out, lse,
+        len(items) * parts, items, parts, strided(q), strided(k), strided(v),
+        *_masks(segments, holes, causal, window), scale, *_rule(dropout, key, q.dtype),
+        tiles.blank(q.dtype), _workspace(forward.forward_size(rows, wide), q.dtype), out, lse,
     )  # fmt: skip
     return out if wide == D else np.ascontiguousarray(out[..., :D]), lse
 
@@ -205,16 +202,15 @@ def attention_backward_cpu(g, q, k, v, out, lse, scale, causal, segments, window
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
     g, q, k, v, out = _filled(g), _filled(q), _filled(k), _filled(v), _filled(out)
-    wide, reach = q.shape[3], 0 if causal else plan.FAR
-    window = plan.FAR if window is None else window
+    wide = q.shape[3]
     rows = plan.chunk_rows(wide)
+    _, _, *sight = _masks(None, False, causal, window)
     if segments is None:
-        squares, queries, keys = plan.plain_backward(B, T, S, rows, reach, window)
-        holes = False
+        (squares, queries, keys), holes = plan.plain_backward(B, T, S, rows, *sight), False
     else:
         stretches, holes = plan.runs(B, T, S, segments)
-        squares, queries, keys = plan.backward_squares(stretches, rows, S - T, reach, window)
-    # Each head has sums of its own; they are added after it is done, or at the end.
+        squares, queries, keys = plan.backward_squares(stretches, rows, S - T, *sight)
+    # Each head has sums of its own; they are added when it is done, or by a pass at the end.
     together = 4 * get_num_threads() <= B * G and len(squares) == 1 and rows >= T
     parts = G if together else H
     new = buffers.empty if queries == B * T else buffers.zeros
@@ -225,8 +221,8 @@ def attention_backward_cpu(g, q, k, v, out, lse, scale, causal, segments, window
     for wave in squares:
         backward.attention_backward_cpu(
             len(wave) * parts, wave, parts, strided(g), strided(q), strided(k), strided(v), out,
-            lse, _segments(segments), int(holes), scale, reach, window,
-            *_rule(dropout, key, q.dtype), tiles.blank(q.dtype), work, dq, dk, dv,
+            lse, *_masks(segments, holes, causal, window), scale, *_rule(dropout, key, q.dtype),
+            tiles.blank(q.dtype), work, dq, dk, dv,
         )  # fmt: skip
     if parts != G:
         dk, dv = (_sum_heads(x, G) for x in (dk, dv))
@@ -251,8 +247,17 @@ def _filled(x):
     return out
 
 
-def _segments(segments):
-    return np.zeros((1, 1), np.int64) if segments is None else segments
+_NO_SEGMENTS = np.zeros((1, 1), np.int64)
+
+
+def _masks(segments, holes, causal, window):
+    """What the bodies see keys by: segments, and how far a query sees ahead and back."""
+    return (
+        _NO_SEGMENTS if segments is None else segments,
+        int(holes),
+        0 if causal else plan.FAR,
+        plan.FAR if window is None else int(window),
+    )
 
 
 def _rule(dropout, key, dtype):

@@ -30,7 +30,7 @@ def backward_size(rows: int, D: int) -> int:
 
 @body
 def attention_backward_cpu(
-    i, thread, squares, parts, g, q, k, v, out, lse, segments, holes, scale, reach, window,
+    i, thread, squares, parts, g, q, k, v, out, lse, segments, holes, reach, window, scale,
     key0, key1, threshold, boost, blanks, work, dq, dk, dv,
 ):  # fmt: skip
     # owns, of one square and `H // parts` heads that share their keys, the queries' rows of dq

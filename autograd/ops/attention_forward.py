@@ -32,7 +32,7 @@ def forward_size(rows: int, D: int) -> int:
 
 @body
 def attention_forward_cpu(
-    i, thread, items, parts, q, k, v, segments, holes, scale, reach, window,
+    i, thread, items, parts, q, k, v, segments, holes, reach, window, scale,
     key0, key1, threshold, boost, blanks, work, out, lse,
 ):  # fmt: skip
     # owns the queries of one item in `H // parts` heads that share their keys

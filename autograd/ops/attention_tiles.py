@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from .. import tile as tiles
@@ -18,6 +20,7 @@ _whole = tiles.tile(STRIP, 2)
 _partial = tiles.tile(STRIP, 2, skips=True)
 
 
+@functools.cache
 def blank(dtype: np.dtype) -> np.ndarray:
     """What stands where a row does not see a key: all bits set, which the products skip."""
     return np.full(16 * dtype.itemsize, 255, np.uint8).view(dtype)
