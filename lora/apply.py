@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..autograd import Tensor
 from ..autograd.backend import FLOATS
+from ..transformer.init import init_seed
 from ..transformer.layers import Linear
+from ..transformer.model import LanguageModel
 from ..transformer.module import Module
 from .config import LoRAConfig
 from .linear import LoRALinear, adapt, plain_linear, widened
 from .quantized import QuantizedLinear
-from .targets import block_of, resolve_saved, resolve_targets
+from .targets import block_of, linear_at, resolve_saved, resolve_targets
 
 
 @dataclass
@@ -22,27 +25,33 @@ class _Applied:
     config: LoRAConfig
     trainable: list[Tensor]  # what was trainable before
     saved: list[str]  # modules trained whole
-    merged: dict[str, Module] = field(default_factory=dict)  # kept aside while merged
+    merged: Mapping[str, Module] = field(default_factory=dict)  # kept aside while merged
     model_config: Any = None  # before merging untied the head
 
 
-def apply_lora(model: Module, config: LoRAConfig, seed: int | None = None) -> int:
+def _applied(model: LanguageModel) -> _Applied | None:
+    return vars(model).get("_lora")
+
+
+def apply_lora(model: LanguageModel, config: LoRAConfig, seed: int | None = None) -> int:
     """Freeze the model and put trainable adapters on it; returns how many values are trained.
 
-    `seed` (0 if not given) and a module's path fix its A. Wrong targets, and a model that has
-    adapters, raise before anything is changed.
+    `seed` (if None, the `lock_init_seed` in force) and a module's path fix its A. Wrong targets,
+    and a model that has adapters, raise before anything is changed.
     """
-    if (applied := getattr(model, "_lora", None)) is not None:
+    if (applied := _applied(model)) is not None:
         have = "merged adapters, kept aside" if applied.merged else "adapters"
         raise ValueError(f"apply_lora: this model has {have}; merge them with keep=False first")
+    seed = init_seed() if seed is None else seed
     targets = resolve_targets(model, config)
     saved = resolve_saved(model, config)
     _check_saved(model, saved)
-    model._lora = _Applied(config, [p for p in model.parameters() if p.requires_grad], saved)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    vars(model)["_lora"] = _Applied(config, trainable, saved)
     for p in model.parameters():
         p.requires_grad = False
     for name, slices in targets.items():
-        adapter = adapt(model.get_module(name), slices, config, seed or 0, name)
+        adapter = adapt(linear_at(model, name), slices, config, seed, name)
         adapter.training = model.training
         model.set_module(name, adapter)
     if config.quantize is not None:
@@ -51,14 +60,14 @@ def apply_lora(model: Module, config: LoRAConfig, seed: int | None = None) -> in
     return sum(p.size for p in adapter_params(model))
 
 
-def _quantize_others(model: Module, kind: str, saved: list[str]) -> None:
+def _quantize_others(model: LanguageModel, kind: str, saved: list[str]) -> None:
     """Hold the linear layers of the blocks that carry no adapter in 4 bits too."""
     for name, layer in list(model.named_modules()):
         if type(layer) is Linear and block_of(name) is not None and name not in saved:
             model.set_module(name, QuantizedLinear(widened(layer.weight.data), layer.bias, kind))
 
 
-def _check_saved(model: Module, saved: list[str]) -> None:
+def _check_saved(model: LanguageModel, saved: list[str]) -> None:
     owners: dict[int, list[str]] = {}
     for name, p in model._walk():
         owners.setdefault(id(p), []).append(name)
@@ -71,32 +80,32 @@ def _check_saved(model: Module, saved: list[str]) -> None:
                 )
 
 
-def _thaw(model: Module) -> None:
+def _thaw(model: LanguageModel) -> None:
     for p in adapter_params(model):
         if p.dtype not in FLOATS:
             p.data = widened(p.data)  # what is trained is float32, whatever it was stored in
         p.requires_grad = True
 
 
-def lora_config(model: Module) -> LoRAConfig:
+def lora_config(model: LanguageModel) -> LoRAConfig:
     """The config that was applied to the model; ValueError if none was."""
-    if getattr(model, "_lora", None) is None:
+    if (applied := _applied(model)) is None:
         raise ValueError("model has no LoRA adapters")
-    return model._lora.config
+    return applied.config
 
 
-def lora_modules(model: Module) -> list[tuple[str, LoRALinear]]:
+def lora_modules(model: LanguageModel) -> list[tuple[str, LoRALinear]]:
     """(path in the base model, adapted layer), in the model's order."""
     return [(n, m) for n, m in model.named_modules() if isinstance(m, LoRALinear)]
 
 
-def saved_modules(model: Module) -> list[tuple[str, Module]]:
+def saved_modules(model: LanguageModel) -> list[tuple[str, Module]]:
     """(path, module) of those that are trained whole and saved with the adapter."""
-    applied = getattr(model, "_lora", None)
+    applied = _applied(model)
     return [] if applied is None else [(name, model.get_module(name)) for name in applied.saved]
 
 
-def adapter_params(model: Module) -> list[Tensor]:
+def adapter_params(model: LanguageModel) -> list[Tensor]:
     """Every trained tensor, in the model's order: factors, magnitudes, modules_to_save."""
     modules = lora_modules(model)
     if not modules:
@@ -107,7 +116,7 @@ def adapter_params(model: Module) -> list[Tensor]:
 
 
 def lora_param_groups(
-    model: Module, lr: float, weight_decay: float = 0.0, lora_plus_ratio: float = 1.0
+    model: LanguageModel, lr: float, weight_decay: float = 0.0, lora_plus_ratio: float = 1.0
 ) -> list[dict[str, Any]]:
     """Optimizer groups of the trained tensors; the B's learn `lora_plus_ratio` times faster.
 
@@ -135,17 +144,16 @@ def lora_param_groups(
 # --- merging -------------------------------------------------------------------------------
 
 
-def merge_lora(model: Module, keep: bool = True) -> int:
+def merge_lora(model: LanguageModel, keep: bool = True) -> int:
     """Fold the adapters into plain layers; returns how many modules were merged.
 
     Sums are taken in float32 whatever the base is stored in. A merged head that was tied gets a
     matrix of its own. What was trainable before `apply_lora` is trainable again. With `keep` the
     adapted layers, whose weights are untouched, wait for `unmerge_lora`.
     """
-    modules = lora_modules(model)
-    if not modules:
+    modules, applied = lora_modules(model), _applied(model)
+    if not modules or applied is None:
         raise ValueError("merge_lora: model has no LoRA adapters")
-    applied: _Applied = model._lora
     for p in model.parameters():
         p.requires_grad = False
     for p in applied.trainable:
@@ -163,11 +171,11 @@ def merge_lora(model: Module, keep: bool = True) -> int:
     if keep:
         applied.merged = kept
     else:
-        model._lora = None
+        del vars(model)["_lora"]
     return len(modules)
 
 
-def _folded(model: Module) -> dict[str, Module]:
+def _folded(model: LanguageModel) -> dict[str, LoRALinear | QuantizedLinear]:
     """The layers that a merged model has in plain form: adapted ones, and those in 4 bits."""
     return {
         name: m
@@ -177,18 +185,18 @@ def _folded(model: Module) -> dict[str, Module]:
     }
 
 
-def _plain(layer: Module) -> Linear:
+def _plain(layer: LoRALinear | QuantizedLinear) -> Linear:
     if isinstance(layer, QuantizedLinear):
         return plain_linear(layer.dequantized(), layer.bias)
     return layer.merged()
 
 
-def unmerge_lora(model: Module) -> int:
+def unmerge_lora(model: LanguageModel) -> int:
     """Put back the adapted layers that `merge_lora` kept, bit for bit; returns how many.
 
     The adapters are trainable, and the base is frozen.
     """
-    applied: _Applied | None = getattr(model, "_lora", None)
+    applied = _applied(model)
     if applied is None or not applied.merged:
         raise ValueError("unmerge_lora: no merged adapters are kept")
     for name, adapter in applied.merged.items():
@@ -202,22 +210,24 @@ def unmerge_lora(model: Module) -> int:
     return len(lora_modules(model))
 
 
-def untie_head(model: Module) -> None:
+def untie_head(model: LanguageModel) -> None:
     """Give a tied head a matrix of its own, with the same values; a head of its own keeps it."""
     flag = "tie" if hasattr(model.config, "tie") else "tie_word_embeddings"
     if getattr(model.config, flag):
-        weight = model.lm_head.weight
-        model.lm_head.weight = Tensor(weight.data.copy(), requires_grad=weight.requires_grad)
+        (weight,) = model.lm_head.parameters()
+        head = plain_linear(weight.data.copy(), None)
+        head.weight.requires_grad = weight.requires_grad
+        model.lm_head = head
         _untie_config(model)
 
 
-def _untie_config(model: Module) -> None:
+def _untie_config(model: LanguageModel) -> None:
     flag = "tie" if hasattr(model.config, "tie") else "tie_word_embeddings"
     if getattr(model.config, flag):
         model.config = replace(model.config, **{flag: False})
 
 
-def merged_state_dict(model: Module) -> dict[str, Any]:
+def merged_state_dict(model: LanguageModel) -> dict[str, Any]:
     """The state dict that the merged model would have; the model itself stays as it is."""
     if not lora_modules(model):
         raise ValueError("merged_state_dict: model has no LoRA adapters")

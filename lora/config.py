@@ -54,13 +54,13 @@ class LoRAConfig:
             if value is not None and not isinstance(value, str):
                 object.__setattr__(self, name, tuple(value))
         for name in ("rank_pattern", "alpha_pattern"):
-            object.__setattr__(self, name, dict(getattr(self, name) or {}))
-        for name, r in {"r": self.r, **self.rank_pattern}.items():
+            object.__setattr__(self, name, dict(getattr(self, name) or {}) or None)
+        for name, r in {"r": self.r, **(self.rank_pattern or {})}.items():
             if isinstance(r, bool) or not isinstance(r, int) or r < 1:
                 raise ValueError(
                     f"LoRAConfig: the rank {name} must be a whole number > 0, not {r!r}"
                 )
-        for name, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
+        for name, alpha in {"alpha": self.alpha, **(self.alpha_pattern or {})}.items():
             if not (math.isfinite(alpha) and alpha > 0):
                 raise ValueError(f"LoRAConfig: {name} must be a finite number > 0, not {alpha!r}")
         if not 0 <= self.dropout < 1:

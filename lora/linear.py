@@ -24,6 +24,8 @@ from .pissa import principal_factors
 from .quantized import QuantizedLinear
 from .targets import Slice
 
+Base = Linear | QuantizedLinear
+
 
 class LoRALinear(Module):
     """y = W x + b, and in rows [start, stop) of each slice also scale B A drop(x).
@@ -41,7 +43,7 @@ class LoRALinear(Module):
 
     def __init__(
         self,
-        base: Module,
+        base: Base,
         r: int | Sequence[int],
         alpha: float | Sequence[float],
         dropout: float = 0.0,
@@ -70,7 +72,8 @@ class LoRALinear(Module):
         of = LoRAConfig(use_rslora=use_rslora).scale
         self.scales = tuple(of(r, a) for r, a in zip(self.ranks, self.alphas, strict=True))
         self.use_rslora, self.dropout, self.name = use_rslora, dropout, name
-        self.base, dtype = base, _factor_type(base)
+        self.base: Base = base
+        dtype = _factor_type(base)
         start = _principal if init == "pissa" else _default
         pairs = [start(self, n, seed) for n in range(len(self.slices))]
         self.a = [_trained(a, dtype) for a, _ in pairs]
@@ -157,7 +160,9 @@ class LoRALinear(Module):
         return plain_linear(self.merged_weight(), self.bias)
 
 
-def adapt(base: Module, slices: Sequence[Slice], config: LoRAConfig, seed: int, name: str):
+def adapt(
+    base: Base, slices: Sequence[Slice], config: LoRAConfig, seed: int, name: str
+) -> LoRALinear:
     """The LoRALinear that `config` makes of a layer."""
     return LoRALinear(
         base,
@@ -221,12 +226,13 @@ def plain_linear(weight: Any, bias: Tensor | None) -> Linear:
     return layer
 
 
-def base_shape(base: Module) -> tuple[int, int]:
+def base_shape(base: Base) -> tuple[int, int]:
     """(O, I) of a frozen layer."""
-    return base.shape if isinstance(base, QuantizedLinear) else base.weight.shape
+    O, I = (base if isinstance(base, QuantizedLinear) else base.weight).shape  # noqa: E741
+    return O, I
 
 
-def base_weight(base: Module) -> Any:
+def base_weight(base: Base) -> Any:
     """The matrix of a frozen layer in float32 or float64, whatever it is stored in."""
     if isinstance(base, QuantizedLinear):
         return base.dequantized()
@@ -268,7 +274,7 @@ def _principal(layer: LoRALinear, n: int, seed: int) -> tuple[Any, Any]:
     return principal_factors(rows, layer.ranks[n], layer.scales[n], seed, f"{layer.name}.{n}")
 
 
-def _factor_type(base: Module) -> Any:
+def _factor_type(base: Base) -> Any:
     """float32, whatever the base is stored in, or float64."""
     is_double = isinstance(base, Linear) and base.weight.dtype == np.float64
     return np.float64 if is_double else np.float32

@@ -13,19 +13,20 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor
-from ..transformer.module import Module, check_names, check_shapes
+from ..transformer.model import LanguageModel
+from ..transformer.module import check_names, check_shapes
 from ..transformer.safetensors_io import TensorFile, atomic_file, write_safetensors
 from .apply import apply_lora, lora_config, lora_modules, saved_modules
 from .config import LoRAConfig
-from .linear import LoRALinear
-from .targets import resolve_saved, resolve_targets
+from .linear import Base, LoRALinear, base_shape
+from .targets import linear_at, resolve_saved, resolve_targets
 
 ADAPTER_FILE = "adapter.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 def save_adapter(
-    model: Module, path: str | os.PathLike[str], config: LoRAConfig | None = None
+    model: LanguageModel, path: str | os.PathLike[str], config: LoRAConfig | None = None
 ) -> Path:
     """Write the adapter to the file `path`, and its config to adapter_config.json beside it.
 
@@ -45,7 +46,7 @@ def save_adapter(
     return path
 
 
-def load_adapter(model: Module, path: str | os.PathLike[str]) -> LoRAConfig:
+def load_adapter(model: LanguageModel, path: str | os.PathLike[str]) -> LoRAConfig:
     """Put the adapter of the file `path` (or of the folder) onto a plain model; returns its config.
 
     Names and shapes must be exactly those that the config means on this model: else a ValueError
@@ -69,13 +70,13 @@ def load_adapter(model: Module, path: str | os.PathLike[str]) -> LoRAConfig:
     return config
 
 
-def fill_adapter(model: Module, arrays: Mapping[str, Any]) -> None:
+def fill_adapter(model: LanguageModel, arrays: Mapping[str, Any]) -> None:
     """Put arrays, by their native keys, into the trained tensors."""
     for name, p in _adapter_tensors(model):
         p.data = np.ascontiguousarray(arrays[name], p.dtype)
 
 
-def _adapter_tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
+def _adapter_tensors(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     for name, module in lora_modules(model):
         for key, factors in (
             ("lora_A", module.a),
@@ -87,11 +88,11 @@ def _adapter_tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{name}.{key}", p) for key, p in module.named_parameters())
 
 
-def _wanted_shapes(model: Module, config: LoRAConfig) -> dict[str, tuple[int, ...]]:
+def _wanted_shapes(model: LanguageModel, config: LoRAConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the adapter that `config` makes on a plain model."""
     wanted: dict[str, tuple[int, ...]] = {}
     for name, slices in resolve_targets(model, config).items():
-        inputs = model.get_module(name).weight.shape[1]
+        inputs = base_shape(linear_at(model, name))[1]
         for n, s in enumerate(slices):
             wanted[f"{name}.lora_A.{n}"] = (s.r, inputs)
             wanted[f"{name}.lora_B.{n}"] = (s.stop - s.start, s.r)
@@ -170,7 +171,7 @@ def layer_to_json(layer: LoRALinear) -> str:
     return json.dumps(values) + "\n"
 
 
-def layer_from_json(text: str, base: Module) -> LoRALinear:
+def layer_from_json(text: str, base: Base) -> LoRALinear:
     """The adapted layer that `layer_to_json` wrote, on the layer `base`, its scale as saved.
 
     ValueError for another version, and for sizes that do not fit each other or the base.
@@ -185,8 +186,8 @@ def layer_from_json(text: str, base: Module) -> LoRALinear:
     if missing := [name for name in names if name not in v]:
         raise ValueError(f"layer_from_json: missing {missing}")
     R, O, I = v["rank"], v["d_out"], v["d_in"]  # noqa: E741
-    if base.weight.shape != (O, I):
-        raise ValueError(f"layer_from_json: the base is {base.weight.shape}, the adapter {(O, I)}")
+    if base_shape(base) != (O, I):
+        raise ValueError(f"layer_from_json: the base is {base_shape(base)}, the adapter {(O, I)}")
     if len(v["lora_a"]) != R * I or len(v["lora_b"]) != O * R:
         raise ValueError(
             f"layer_from_json: rank {R} on {(O, I)} needs {R * I} and {O * R} values, "

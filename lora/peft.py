@@ -1,4 +1,4 @@
-"""Adapter folders as the `peft` library writes and reads them.
+"""Writing adapter folders as the `peft` library reads them.
 
 A PEFT adapter has one pair per matrix. Slices of a fused matrix become one pair: A stacked, B
 with a block per slice, and alpha so that the scale stays what it was.
@@ -9,36 +9,27 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import warnings
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..autograd import Tensor
 from ..transformer.decoder import Decoder
-from ..transformer.layers import Linear
-from ..transformer.module import Module, check_names, check_shapes
-from ..transformer.safetensors_io import TensorFile, write_safetensors
-from .apply import apply_lora, lora_config, lora_modules, saved_modules, untie_head
-from .config import LoRAConfig
+from ..transformer.model import LanguageModel
+from ..transformer.safetensors_io import write_safetensors
+from .apply import lora_config, lora_modules, saved_modules
 from .linear import LoRALinear, base_shape, base_weight, row_norms
-from .native import read_json, refuse_mlx, write_text
-from .targets import resolve_targets
+from .native import write_text
+from .targets import hf_name
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_PREFIX = "base_model.model."
-
-
-# --- out -----------------------------------------------------------------------------------
+PREFIX = "base_model.model."
 
 
 def save_adapter_peft(
-    model: Module, folder: str | os.PathLike[str], base_model_name: str | None = None
+    model: LanguageModel, folder: str | os.PathLike[str], base_model_name: str | None = None
 ) -> Path:
     """Write the adapter as a folder that PEFT loads: its weights and its config."""
     modules = lora_modules(model)
@@ -49,12 +40,12 @@ def save_adapter_peft(
     tensors: dict[str, Any] = {}
     ranks, alphas = {}, {}
     for path, m in modules:
-        name = _hf(model, path)
+        name = peft_name(model, path)
         pair, ranks[name], alphas[name] = _one_pair(m)
-        tensors.update({f"{_PREFIX}{name}.{key}": array for key, array in pair.items()})
+        tensors.update({f"{PREFIX}{name}.{key}": array for key, array in pair.items()})
     for path, module in saved_modules(model):
         for key, p in module.named_parameters():
-            tensors[f"{_PREFIX}{_hf(model, path)}.{key}"] = _flipped(model, path, p.numpy())
+            tensors[f"{PREFIX}{peft_name(model, path)}.{key}"] = flipped(model, path, p.numpy())
     write_safetensors(folder / WEIGHTS, tensors, {"format": "pt"})
     config = _config_out(model, ranks, alphas, base_model_name)
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
@@ -89,12 +80,12 @@ def _one_pair(m: LoRALinear) -> tuple[dict[str, Any], int, float]:
 
 
 def _config_out(
-    model: Module, ranks: Mapping[str, int], alphas: Mapping[str, float], base: str | None
+    model: LanguageModel, ranks: Mapping[str, int], alphas: Mapping[str, float], base: str | None
 ) -> dict[str, Any]:
     config = lora_config(model)
     r = Counter(ranks.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
-    saved = [_hf(model, path) for path, _ in saved_modules(model)]
+    saved = [peft_name(model, path) for path, _ in saved_modules(model)]
     return {
         "peft_type": "LORA",
         "r": r,
@@ -104,7 +95,7 @@ def _config_out(
         "bias": "none",
         "base_model_name_or_path": base,
         "task_type": "CAUSAL_LM",
-        "fan_in_fan_out": _is_conv1d(model),
+        "fan_in_fan_out": is_conv1d(model),
         "inference_mode": True,
         "use_rslora": config.use_rslora,
         "use_dora": config.use_dora,
@@ -118,263 +109,32 @@ def _whole_number(x: float) -> float:
     return int(x) if float(x).is_integer() else x
 
 
-def _target_names(model: Module, adapted: list[str]) -> list[str]:
+def _target_names(model: LanguageModel, adapted: list[str]) -> list[str]:
     """The shortest endings of names that mean exactly the adapted modules."""
-    everything = [_hf(model, path) for path, _ in model.named_modules() if path]
+    everything = [peft_name(model, path) for path, _ in model.named_modules() if path]
     for steps in (1, 2):
         endings = {".".join(name.split(".")[-steps:]) for name in adapted}
-        if {n for n in everything if _listed(n, endings)} == set(adapted):
+        if {n for n in everything if listed(n, endings)} == set(adapted):
             return sorted(endings)
     return sorted(adapted)
 
 
-def _listed(name: str, endings: Any) -> bool:
+def listed(name: str, endings: Any) -> bool:
+    """Whether one of `endings` is the name, or what follows one of its dots."""
     return name in endings or any(name.endswith(f".{e}") for e in endings)
 
 
-def _hf(model: Module, path: str) -> str:
+def peft_name(model: LanguageModel, path: str) -> str:
     """The name of a module in the checkpoint that the base model comes from."""
-    return model.hf_name(path) if _is_conv1d(model) else path
+    return hf_name(model, path) if is_conv1d(model) else path
 
 
-def _is_conv1d(model: Module) -> bool:
+def is_conv1d(model: LanguageModel) -> bool:
     """Whether the checkpoint is GPT-2's, whose matrices are stored (in, out)."""
     return isinstance(model, Decoder) and model.config.pos == "learned"
 
 
-def _flipped(model: Module, path: str, a: Any) -> Any:
+def flipped(model: LanguageModel, path: str, a: Any) -> Any:
     """A parameter of the module at `path` as the checkpoint stores it, or back."""
-    inside = _is_conv1d(model) and path.startswith("blocks.")
+    inside = is_conv1d(model) and path.startswith("blocks.")
     return a.T if inside and a.ndim == 2 else a
-
-
-# --- in ------------------------------------------------------------------------------------
-
-# Fields that change the maths and must have one of these values, or none.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
-    "lora_bias": (False,),
-    "use_qalora": (False,),
-    "use_bdlora": (False,),
-    "layer_replication": (),
-    "alora_invocation_tokens": (),
-    "arrow_config": (),
-    "kasa_config": (),
-    "monteclora_config": (),
-    "velora_config": (),
-    "megatron_config": (),
-    "target_parameters": (),
-    "trainable_token_indices": (),
-}
-_READ = {
-    "peft_type",
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "use_rslora",
-    "use_dora",
-    "ensure_weight_tying",
-}
-# Where it came from and how it was begun: no part of what the adapter computes.
-_HARMLESS = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "corda_config",
-    "eva_config",
-    "fan_in_fan_out",
-    "inference_mode",
-    "loftq_config",
-    "lora_ga_config",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "task_type",
-}
-
-
-def load_adapter_peft(model: Module, folder: str | os.PathLike[str]) -> LoRAConfig:
-    """Put the PEFT adapter in `folder` onto a plain model, trainable; returns its config.
-
-    Names and shapes must be exactly those that its config means on this model. ValueError names
-    what is missing, unexpected or of another shape, or the field that asks for what is not
-    supported; the model then stays as it is. An adapter that trained a tied head or embedding
-    whole unties them.
-    """
-    folder = Path(folder)
-    _refuse_other_formats(folder)
-    values = read_json(folder / CONFIG)
-    refuse_mlx(folder / CONFIG, values)
-    _refuse_unsupported(folder / CONFIG, values)
-    arrays = _read_arrays(folder / WEIGHTS)
-    config = _config_in(model, folder / CONFIG, values, arrays)
-    wanted = _wanted_shapes(model, config)
-    check_names(f"load_adapter_peft {folder}", wanted, arrays)
-    check_shapes(f"load_adapter_peft {folder}", wanted, {k: a.shape for k, a in arrays.items()})
-
-    if {"lm_head", "tokens", "model.embed_tokens"} & set(config.modules_to_save or ()):
-        untie_head(model)
-    apply_lora(model, config)
-    for path, m in lora_modules(model):
-        factors = {"lora_A": m.a[0], "lora_B": m.b[0]}
-        if m.m:
-            factors["lora_magnitude_vector"] = m.m[0]
-        _fill(factors, arrays, f"{_hf(model, path)}.")
-    for path, module in saved_modules(model):
-        name = _hf(model, path)
-        _fill(
-            dict(module.named_parameters()),
-            {k: _flipped(model, path, a) for k, a in arrays.items() if k.startswith(f"{name}.")},
-            f"{name}.",
-        )
-    return config
-
-
-def _fill(tensors: Mapping[str, Tensor], arrays: Mapping[str, Any], prefix: str) -> None:
-    for key, p in tensors.items():
-        p.data = np.ascontiguousarray(arrays[prefix + key], p.dtype)
-
-
-def _refuse_other_formats(folder: Path) -> None:
-    if (folder / "adapters.safetensors").exists():
-        refuse_mlx(folder, {"fine_tune_type": None})
-    if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
-        raise ValueError(
-            f"{folder / 'adapter_model.bin'} is a pickle, which can run code when it is read; "
-            f"save the adapter as {WEIGHTS}"
-        )
-
-
-def _refuse_unsupported(path: Path, values: Mapping[str, Any]) -> None:
-    if values.get("peft_type") != "LORA":
-        raise ValueError(
-            f"{path}: peft_type is {values.get('peft_type')!r}; only LORA is supported"
-        )
-    for name, allowed in _ONLY.items():
-        value = values.get(name)
-        if value not in (None, [], {}) and value not in allowed:
-            raise ValueError(f"{path}: {name} = {value!r} changes the maths and is not supported")
-    unknown = [
-        name
-        for name, value in values.items()
-        if name not in _READ | _HARMLESS | _ONLY.keys() and value not in (None, False, [], {})
-    ]
-    if unknown:
-        warnings.warn(f"{path}: unknown fields {unknown} are ignored", stacklevel=3)
-
-
-def _read_arrays(path: Path) -> dict[str, Any]:
-    """The tensors by module and kind, PEFT's prefix and the adapter's name stripped."""
-    file = TensorFile(path)
-    arrays: dict[str, Any] = {}
-    for key in file.entries:
-        if ".original_module." in key:
-            continue  # a copy of the base's own module
-        if "lora_embedding_" in key:
-            raise ValueError(f"{path}: {key} adapts an embedding, which is not supported")
-        name = key.removeprefix(_PREFIX) if key.startswith(_PREFIX) else key
-        name = re.sub(r"\.modules_to_save\.[^.]+(?=\.[^.]+$)", "", name)
-        name = re.sub(r"\.(lora_[AB])(\.[^.]+)?\.weight$", r".\1", name)
-        name = re.sub(r"\.(lora_magnitude_vector)(\.[^.]+)?(\.weight)?$", r".\1", name)
-        if name in arrays:
-            raise ValueError(f"{path} holds several adapters: {key} is there under two names")
-        array = file.read(key, "F32")
-        arrays[name] = array.reshape(-1) if name.endswith("lora_magnitude_vector") else array
-        if not key.startswith(_PREFIX):
-            raise ValueError(f"{path}: the key {key} does not begin with {_PREFIX}")
-    return arrays
-
-
-_FACTOR = re.compile(r"(.*)\.(lora_A|lora_B|lora_magnitude_vector)$")
-
-
-def _config_in(
-    model: Module, path: Path, values: Mapping[str, Any], arrays: Mapping[str, Any]
-) -> LoRAConfig:
-    """Our config of a PEFT adapter: the same targets if we read them so, else full paths."""
-    own = {_hf(model, m): m for m, _ in model.named_modules() if m}
-    saved = {name.rpartition(".")[0] for name in arrays if not _FACTOR.match(name)}
-    named = values.get("modules_to_save") or []
-    saved = {n for n in saved if n in own and any(n.endswith(e) for e in named)}
-    for ending in named:
-        if not any(n.endswith(ending) for n in saved):
-            raise ValueError(f"{path}: modules_to_save {ending!r} is missing from {WEIGHTS}")
-    if values.get("ensure_weight_tying") and saved:
-        raise ValueError(f"{path}: ensure_weight_tying changes the maths and is not supported")
-    adapted = [n for n in own if _peft_adapts(values, n, model.get_module(own[n]))]
-    rank, alpha = (
-        {k: v for k, v in (values.get(f"{kind}_pattern") or {}).items() if _used(k, adapted)}
-        for kind in ("rank", "alpha")
-    )
-    full = LoRAConfig(
-        r=values.get("r", 8),
-        alpha=values.get("lora_alpha", 8),
-        dropout=values.get("lora_dropout", 0.0),
-        targets=[own[n] for n in adapted],
-        use_rslora=bool(values.get("use_rslora")),
-        use_dora=bool(values.get("use_dora")),
-        rank_pattern=rank,
-        alpha_pattern=alpha,
-        modules_to_save=[m for n, m in own.items() if n in saved] or None,
-    )
-    layers = values.get("layers_to_transform")
-    short = replace(
-        full,
-        targets=values["target_modules"],
-        layers=[layers] if isinstance(layers, int) else layers or None,
-    )
-    try:
-        return short if resolve_targets(model, short) == resolve_targets(model, full) else full
-    except (ValueError, TypeError):
-        return full
-
-
-def _used(pattern: str, names: list[str]) -> bool:
-    return any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
-
-
-def _peft_adapts(values: Mapping[str, Any], name: str, module: Module) -> bool:
-    """Whether PEFT adapts the module called `name`, by its rules."""
-    excluded = values.get("exclude_modules") or []
-    if re.fullmatch(excluded, name) if isinstance(excluded, str) else _listed(name, excluded):
-        return False
-    if any(re.match(rf"(^|.*\.){m}($|\..*)", name) for m in values.get("modules_to_save") or []):
-        return False
-    targets = values.get("target_modules") or []
-    if targets == "all-linear":
-        return type(module) is Linear and name != "lm_head"
-    if isinstance(targets, str):
-        return re.fullmatch(targets, name) is not None
-    if not _listed(name, targets):
-        return False
-    layers = values.get("layers_to_transform")
-    if layers in (None, []) or name in targets:
-        return True
-    patterns = values.get("layers_pattern") or r"[^.]*"
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        if found := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name):
-            return int(found[1]) in ([layers] if isinstance(layers, int) else layers)
-    return False
-
-
-def _wanted_shapes(model: Module, config: LoRAConfig) -> dict[str, tuple[int, ...]]:
-    wanted: dict[str, tuple[int, ...]] = {}
-    for path, (whole,) in resolve_targets(model, config).items():
-        O, I = base_shape(model.get_module(path))  # noqa: E741
-        name = _hf(model, path)
-        wanted[f"{name}.lora_A"], wanted[f"{name}.lora_B"] = (whole.r, I), (O, whole.r)
-        if config.use_dora:
-            wanted[f"{name}.lora_magnitude_vector"] = (O,)
-    for path in config.modules_to_save or ():
-        for key, p in model.get_module(path).named_parameters():
-            wanted[f"{_hf(model, path)}.{key}"] = _flipped(model, path, p.data).shape
-    return wanted

@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..transformer.module import Module
+from ..transformer.model import LanguageModel
 from .apply import adapter_params, lora_config
 from .config import LoRAConfig
 from .quantized import QuantizedLinear
 
 
-def adapter_size(model: Module) -> tuple[int, int]:
+def adapter_size(model: LanguageModel) -> tuple[int, int]:
     """(values in the adapter, values in the base); a tied head counts once."""
     adapter = sum(p.size for p in adapter_params(model))
     packed = sum(
@@ -22,7 +22,7 @@ def adapter_size(model: Module) -> tuple[int, int]:
     return adapter, model.num_parameters + packed - adapter
 
 
-def describe(model: Module, config: LoRAConfig | None = None) -> str:
+def describe(model: LanguageModel, config: LoRAConfig | None = None) -> str:
     """One line for a log: rank, targets, and how little of the model is trained.
 
     For example `LoRA r=8 alpha=16 on [q, v]: 393,216 trainable of 115,513,344 (0.34 %)`.
@@ -37,7 +37,7 @@ def describe(model: Module, config: LoRAConfig | None = None) -> str:
     )
 
 
-def trainable_line(model: Module) -> str:
+def trainable_line(model: LanguageModel) -> str:
     """The line that PEFT prints: `trainable params: N || all params: N || trainable%: X`."""
     adapter, base = adapter_size(model)
     total = adapter + base

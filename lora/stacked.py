@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..transformer.module import Module
+from ..transformer.model import LanguageModel
 from ..transformer.safetensors_io import atomic_file
 from .apply import lora_modules
 from .linear import base_shape
@@ -53,7 +53,7 @@ class AdapterLayout:
         return math.prod(self.shape_a) + math.prod(self.shape_b)
 
 
-def adapter_layout(model: Module) -> AdapterLayout:
+def adapter_layout(model: LanguageModel) -> AdapterLayout:
     """The layout of the adapters on a model.
 
     ValueError if there are none, or if they differ: more than one matrix per block, other slices,
@@ -95,18 +95,17 @@ def _within_block(path: str) -> str:
     return ".".join(steps[number + 1 :])
 
 
-def stack_adapter(model: Module) -> tuple[Any, Any]:
+def stack_adapter(model: LanguageModel) -> tuple[Any, Any]:
     """All factors in the blocks' order: float32 arrays A (L, S, r, in) and B (L, S, width, r)."""
     adapter_layout(model)
     modules = [m for _, m in lora_modules(model)]
-    return tuple(
-        np.stack([[p.numpy() for p in getattr(m, side)] for m in modules]).astype(np.float32)
-        for side in ("a", "b")
-    )
+    a = np.stack([[p.numpy() for p in m.a] for m in modules])
+    b = np.stack([[p.numpy() for p in m.b] for m in modules])
+    return a.astype(np.float32), b.astype(np.float32)
 
 
 def write_stacked(
-    model: Module, path: str | os.PathLike[str], base_model: str | None = None
+    model: LanguageModel, path: str | os.PathLike[str], base_model: str | None = None
 ) -> Path:
     """Write A, then scale B, as little-endian float32, and a JSON of the shapes beside it."""
     layout, (a, b) = adapter_layout(model), stack_adapter(model)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..transformer.decoder import Decoder
 from ..transformer.layers import LayerNorm, Linear, RMSNorm
 from ..transformer.llama import Transformer
-from ..transformer.module import Module
+from ..transformer.model import LanguageModel
 from .config import LoRAConfig
 
 # What each short name means: in a Decoder a slice (first and last + 1, in units of d_model or of
@@ -67,7 +67,7 @@ class _Match:
     names: tuple[str, ...]
 
 
-def resolve_targets(model: Module, config: LoRAConfig) -> dict[str, tuple[Slice, ...]]:
+def resolve_targets(model: LanguageModel, config: LoRAConfig) -> dict[str, tuple[Slice, ...]]:
     """The slices to adapt of each module, by the module's path, in the model's order.
 
     Raises a ValueError for a name that is unknown or twice there, a layer that does not exist,
@@ -84,8 +84,8 @@ def resolve_targets(model: Module, config: LoRAConfig) -> dict[str, tuple[Slice,
             f"LoRA targets {config.targets!r} match no linear layer of this {type(model).__name__}"
         )
     used: set[str] = set()
-    rank = _pattern(config.rank_pattern, config.r, used)
-    alpha = _pattern(config.alpha_pattern, config.alpha, used)
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    rank, alpha = _pattern(ranks, config.r, used), _pattern(alphas, config.alpha, used)
     result: dict[str, tuple[Slice, ...]] = {}
     for module in names:
         rows = sorted((m for m in found if m.module == module), key=lambda m: m.start)
@@ -93,13 +93,21 @@ def resolve_targets(model: Module, config: LoRAConfig) -> dict[str, tuple[Slice,
             result[module] = tuple(
                 Slice(m.start, m.stop, rank(m.names), alpha(m.names)) for m in rows
             )
-    for pattern in (*config.rank_pattern, *config.alpha_pattern):
+    if config.init == "pissa":
+        for module, slices in result.items():
+            for s in slices:
+                most = min(s.stop - s.start, linear_at(model, module).weight.shape[1])
+                if s.r > most:
+                    raise ValueError(
+                        f"LoRA: pissa on {module} takes a rank of at most {most}, not {s.r}"
+                    )
+    for pattern in (*ranks, *alphas):
         if pattern not in used:
             raise ValueError(f"LoRA: the pattern {pattern!r} matches none of the adapted modules")
     return result
 
 
-def resolve_saved(model: Module, config: LoRAConfig) -> list[str]:
+def resolve_saved(model: LanguageModel, config: LoRAConfig) -> list[str]:
     """The paths of the modules that `config.modules_to_save` names, in the model's order."""
     if not config.modules_to_save:
         return []
@@ -118,14 +126,19 @@ def resolve_saved(model: Module, config: LoRAConfig) -> list[str]:
     return [name for name in names if name in result]
 
 
-def _names(model: Module) -> dict[str, tuple[str, ...]]:
+def hf_name(model: LanguageModel, path: str) -> str:
+    """What the checkpoint of a model calls the module at `path`."""
+    return model.hf_name(path) if isinstance(model, Decoder) else path
+
+
+def _names(model: LanguageModel) -> dict[str, tuple[str, ...]]:
     """Each module's path -> the names it goes by: its path, and what its checkpoint calls it."""
-    hf: Callable[[str], str] = getattr(model, "hf_name", lambda path: path)
-    return {path: tuple({path: 0, hf(path): 0}) for path, _ in model.named_modules() if path}
+    paths = (path for path, _ in model.named_modules() if path)
+    return {path: tuple({path: 0, hf_name(model, path): 0}) for path in paths}
 
 
 def _matches(
-    model: Module, config: LoRAConfig, names: Mapping[str, tuple[str, ...]]
+    model: LanguageModel, config: LoRAConfig, names: Mapping[str, tuple[str, ...]]
 ) -> Iterator[_Match]:
     targets = config.targets
     if targets in ("all-linear", ("all-linear",)):
@@ -150,7 +163,7 @@ def _matches(
 
 
 def _listed(
-    model: Module, targets: tuple[str, ...], names: Mapping[str, tuple[str, ...]]
+    model: LanguageModel, targets: Sequence[str], names: Mapping[str, tuple[str, ...]]
 ) -> Iterator[_Match]:
     if not targets:
         raise ValueError("LoRA: targets must name at least one matrix")
@@ -171,16 +184,16 @@ def _listed(
         raise ValueError(f"unknown LoRA targets {unknown}; known: {known} and names of modules")
 
 
-def _fused(model: Module) -> bool:
+def _fused(model: LanguageModel) -> bool:
     return isinstance(model, Decoder)
 
 
-def _short_names(model: Module) -> Mapping[str, Any]:
+def _short_names(model: LanguageModel) -> Mapping[str, Any]:
     return _DECODER if _fused(model) else _TRANSFORMER if isinstance(model, Transformer) else {}
 
 
 def _short(
-    model: Module, targets: tuple[str, ...], names: Mapping[str, tuple[str, ...]]
+    model: LanguageModel, targets: tuple[str, ...], names: Mapping[str, tuple[str, ...]]
 ) -> Iterator[_Match]:
     """The matrices, or the slices of fused ones, that seed names and projections mean."""
     for target in targets:
@@ -194,7 +207,7 @@ def _short(
         part, first, last = _DECODER[name]
         for module, known in names.items():
             if _ends(module, part):
-                size = _linear(model, module).weight.shape[0]
+                size = linear_at(model, module).weight.shape[0]
                 unit = size // 3 if part == "attn.qkv" else size
                 also = [n for n, seed in _PROJECTIONS.items() if seed == name]
                 above = module.rpartition(".")[0]
@@ -203,11 +216,12 @@ def _short(
                 yield _Match(module, first * unit, last * unit, (*whole, *extra))
 
 
-def _whole(model: Module, module: str, names: Mapping[str, tuple[str, ...]]) -> _Match:
-    return _Match(module, 0, _linear(model, module).weight.shape[0], names[module])
+def _whole(model: LanguageModel, module: str, names: Mapping[str, tuple[str, ...]]) -> _Match:
+    return _Match(module, 0, linear_at(model, module).weight.shape[0], names[module])
 
 
-def _linear(model: Module, module: str) -> Linear:
+def linear_at(model: LanguageModel, module: str) -> Linear:
+    """The plain linear layer at a path; TypeError if something else is there."""
     found = model.get_module(module)
     if type(found) is not Linear:
         raise TypeError(f"LoRA: {module} is a {type(found).__name__}, not a Linear")

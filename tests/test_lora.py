@@ -33,7 +33,7 @@ from afinar.lora import (
 from afinar.lora.pissa import principal_factors
 from afinar.lora.quantized import NF4, QuantizedLinear
 from afinar.optim import AdamW, weights_sha256
-from afinar.transformer import Transformer, TransformerConfig
+from afinar.transformer import Transformer, TransformerConfig, lock_init_seed
 from afinar.transformer.decoder import Decoder, DecoderConfig, preset
 from afinar.transformer.layers import Linear
 
@@ -247,6 +247,15 @@ def test_a_starts_uniform_within_one_over_root_in():
     assert not layer.b[0].data.any()
 
 
+def test_the_seed_in_force_is_the_default():
+    with lock_init_seed(3):
+        model = decoder()
+        apply_lora(model, QV)
+    other = decoder()
+    apply_lora(other, QV, seed=3)
+    assert weights_sha256(model) == weights_sha256(other)
+
+
 def test_factors_are_a_function_of_seed_path_and_slice():
     states = []
     for seed in (0, 0, 1):
@@ -424,13 +433,14 @@ def test_targets_on_a_decoder(targets, expected):
         ({"alpha_pattern": {"mlp.fc": 3}}, ValueError, "pattern 'mlp.fc' matches none"),
         ({"modules_to_save": ("norm",)}, ValueError, "names no module"),
         ({"modules_to_save": ("tokens",)}, ValueError, "one tensor"),
+        ({"init": "pissa", "r": 17}, ValueError, "takes a rank of at most 16, not 17"),
     ],
 )
 def test_a_failed_call_changes_nothing(config, error, message):
     model = decoder()
     before = [(n, id(p), p.requires_grad) for n, p in model.named_parameters()]
     with pytest.raises(error, match=message):
-        apply_lora(model, LoRAConfig(r=2, **config))
+        apply_lora(model, LoRAConfig(**{"r": 2, **config}))
     assert before == [(n, id(p), p.requires_grad) for n, p in model.named_parameters()]
     assert apply_lora(model, LoRAConfig(r=2)) > 0
 

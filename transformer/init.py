@@ -32,9 +32,14 @@ def lock_init_seed(seed: int) -> Iterator[None]:
         _seed.reset(token)
 
 
+def init_seed() -> int:
+    """The seed that `lock_init_seed` holds here, 42 outside of it."""
+    return _seed.get()
+
+
 def init_weights(model: Module, seed: int | None, std: Callable[[str], float]) -> None:
     """Draw every matrix from N(0, std(name)); norms and biases keep their ones and zeros."""
-    seed = _seed.get() if seed is None else seed
+    seed = init_seed() if seed is None else seed
     for name, p in model.named_parameters():
         if p.ndim >= 2:
             p.data[...] = normal(make_key("init", seed, name), p.shape, std(name))
