@@ -70,8 +70,7 @@ def widen(bits):
 
 # --- CPU -----------------------------------------------------------------------------------
 
-ROWS = 64  # rows per index of a body: as many as keep two threads evenly busy
-COLUMNS = 256  # of the backward's: an id that all positions share is still spread over threads
+ROWS = 64  # per index of a body: long against a launch, short against a thread's share
 
 
 @body
@@ -119,18 +118,16 @@ def order_by_id_cpu(i, ids, start, order):
 
 
 @body
-def scatter_cpu(i, g, start, order, out):  # owns ROWS rows by COLUMNS columns of out
-    V, C = out.shape
-    stripes = (C + COLUMNS - 1) // COLUMNS
-    low = i % stripes * COLUMNS
-    high = min(low + COLUMNS, C)
-    for v in range(i // stripes * ROWS, min((i // stripes + 1) * ROWS, V)):
-        to = out[v, low:high]
-        for c in range(high - low):
-            to[c] = 0
+def scatter_cpu(i, g, start, order, out):  # owns ROWS rows of out
+    low, high = ROWS * i, min(ROWS * (i + 1), out.shape[0])
+    rows = out[low:high].reshape(-1)
+    for n in range(rows.size):
+        rows[n] = 0
+    for v in range(low, high):
+        to = out[v]
         for n in range(start[v], start[v + 1]):
-            row = g[order[n], low:high]
-            for c in range(high - low):
+            row = g[order[n]]
+            for c in range(to.size):
                 to[c] += row[c]
 
 
@@ -138,7 +135,6 @@ def scatter_cpu(i, g, start, order, out):  # owns ROWS rows by COLUMNS columns o
 def embedding_backward_cpu(g, ids, V):
     start, order = empty(V + 2, np.int64), empty(ids.size, np.int64)
     order_by_id_cpu(1, ids, start, order)
-    C = g.shape[1]
-    out = empty((V, C), g.dtype)
-    scatter_cpu(-(-V // ROWS) * -(-C // COLUMNS), g, start, order, out)
+    out = empty((V, g.shape[1]), g.dtype)
+    scatter_cpu(-(-V // ROWS), g, start, order, out)
     return out
