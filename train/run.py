@@ -28,15 +28,6 @@ from .settings import Settings
 from .text import Tokenizer, load_tokenizer
 from .trainer import TransformerTrainer
 
-# What a bare `afinar train` trains: small enough for minutes on two cores.
-DEFAULT_MODEL = {
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "intermediate_size": 704,
-    "num_hidden_layers": 4,
-    "tie_word_embeddings": True,
-}
-
 # What a row of metrics says about the machine rather than about the run.
 OF_THE_MACHINE = ("tokens_per_s",)
 
@@ -142,9 +133,7 @@ def start_model(settings: Settings, tokenizer: Tokenizer) -> Any:
     if settings.model is not None:
         return open_model(settings.model)
     if settings.preset is None:
-        positions = max(settings.seq_len, 1024)
-        sizes = DEFAULT_MODEL | {"max_position_embeddings": positions}
-        config = TransformerConfig(vocab_size=tokenizer.vocab_size, **sizes)
+        config = default_model(tokenizer.vocab_size, settings.seq_len)
     else:
         presets = [
             name
@@ -159,6 +148,19 @@ def start_model(settings: Settings, tokenizer: Tokenizer) -> Any:
     return Transformer(config, seed=settings.seed)
 
 
+def default_model(vocab_size: int, seq_len: int) -> TransformerConfig:
+    """What a bare `afinar train` trains: small enough for minutes on two cores."""
+    return TransformerConfig(
+        vocab_size=vocab_size,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=max(seq_len, 1024),
+        tie_word_embeddings=True,
+    )
+
+
 def open_model(folder: str | Path, adapter: str | Path | None = None) -> Any:
     """The model of a run or a checkpoint folder, under an adapter if one is named.
 
@@ -171,8 +173,9 @@ def open_model(folder: str | Path, adapter: str | Path | None = None) -> Any:
     if own is not None and adapter is not None:
         raise ValueError(f"model: {folder} is an adapter itself; give its base with --adapter")
     model = load_pretrained(base)
-    if own or adapter:
-        load_adapter_peft(model, own or adapter)
+    adapter = own or adapter
+    if adapter is not None:
+        load_adapter_peft(model, adapter)
     return model
 
 
@@ -220,7 +223,7 @@ def steps(run: Run, stop: int) -> Iterator[dict[str, Any]]:
         }
         if window.skipped:
             row["skipped"] = window.skipped
-        if at(run.step, s.eval_every, s.steps) and run.data.valid is not None:
+        if at(run.step, s.eval_every, s.steps):
             row |= validate(run)
         yield row
 
@@ -236,13 +239,17 @@ def at(step: int, every: int | None, last: int | None) -> bool:
 
 
 def due(step: int, s: Settings) -> bool:
-    """Whether the digests of `step` belong into the record; those of each snapshot do."""
-    return step == 0 or at(step, s.digest_every, s.steps) or at(step, s.snapshot_every, s.steps)
+    """Whether the digests of `step` belong into the record: those of each snapshot do."""
+    every = (s.digest_every, s.snapshot_every, s.eval_every)
+    return step == 0 or any(at(step, n, s.steps) for n in every)
 
 
 def validate(run: Run) -> dict[str, float]:
-    """Loss and accuracy on the validation rows."""
-    result = evaluate(run.model, run.data.valid, run.settings.batch, run.settings.eval_rows)
+    """Loss and accuracy on the validation rows; nothing if there are none."""
+    s, rows = run.settings, run.data.valid
+    if rows is None:
+        return {}
+    result = evaluate(run.model, rows, cast(int, s.batch), s.eval_rows)
     return {f"val_{name}": result[name] for name in ("loss", "accuracy")}
 
 

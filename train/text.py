@@ -61,8 +61,8 @@ class ByteTokenizer:
     """
 
     vocab_size = 257
-    bos = None
-    eos = 256
+    bos: int | None = None
+    eos: int | None = 256
     sha256 = hashlib.sha256(b"bytes, 256 ends a document").hexdigest()
 
     def encode(self, text: str) -> list[int]:
