@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor, linear, no_grad
-from ..autograd.backend import kernel
+from ..autograd.backend import array_module, kernel
 from ..autograd.launch import body
 from ..autograd.precision import compute_in
 from ..autograd.random import make_key, uniform
@@ -73,11 +73,13 @@ class LoRALinear(Module):
         self.scales = tuple(of(r, a) for r, a in zip(self.ranks, self.alphas, strict=True))
         self.use_rslora, self.dropout, self.name = use_rslora, dropout, name
         self.base: Base = base
-        dtype = _factor_type(base)
+        weight = base_weight(base)
+        xp, dtype = array_module(weight), weight.dtype
         start = _principal if init == "pissa" else _default
-        pairs = [start(self, n, seed) for n in range(len(self.slices))]
-        self.a = [_trained(a, dtype) for a, _ in pairs]
-        self.b = [_trained(b, dtype) for _, b in pairs]
+        starts = [start(self, weight, n, seed) for n in range(len(self.slices))]
+        pairs = [(xp.asarray(a, dtype), xp.asarray(b, dtype)) for a, b in starts]
+        self.a = [_trained(a) for a, _ in pairs]
+        self.b = [_trained(b) for _, b in pairs]
         self.moved = tuple(pairs) if init == "pissa" else ()  # what the factors took from the base
         if self.moved:
             self.base = plain_linear(self._without_moved(), self.bias)
@@ -86,7 +88,7 @@ class LoRALinear(Module):
         for p in self.base.parameters():
             p.requires_grad = False
         rows = [row_norms(self._updated(n)) for n in range(len(pairs))] if use_dora else []
-        self.m = [_trained(norms, dtype) for norms in rows]
+        self.m = [_trained(norms) for norms in rows]
 
     @property
     def bias(self) -> Tensor | None:
@@ -259,29 +261,21 @@ def _product(b: Any, a: Any, scale: float) -> Any:
         return (Tensor(b) @ Tensor(a) * scale).data
 
 
-def _default(layer: LoRALinear, n: int, seed: int) -> tuple[Any, Any]:
+def _default(layer: LoRALinear, weight: Any, n: int, seed: int) -> tuple[Any, Any]:
     """A uniform in +-1 / sqrt(I), B zero."""
-    (start, stop), R = layer.slices[n], layer.ranks[n]
-    I = base_shape(layer.base)[1]  # noqa: E741
+    (start, stop), R, I = layer.slices[n], layer.ranks[n], weight.shape[1]  # noqa: E741
     bound = 1 / math.sqrt(I)
     a = uniform(make_key("lora", seed, layer.name, n), (R, I), -bound, bound)
     return a, np.zeros((stop - start, R), np.float32)
 
 
-def _principal(layer: LoRALinear, n: int, seed: int) -> tuple[Any, Any]:
-    start, stop = layer.slices[n]
-    rows = base_weight(layer.base)[start:stop]
+def _principal(layer: LoRALinear, weight: Any, n: int, seed: int) -> tuple[Any, Any]:
+    rows = Tensor(weight[slice(*layer.slices[n])]).numpy()
     return principal_factors(rows, layer.ranks[n], layer.scales[n], seed, f"{layer.name}.{n}")
 
 
-def _factor_type(base: Base) -> Any:
-    """float32, whatever the base is stored in, or float64."""
-    is_double = isinstance(base, Linear) and base.weight.dtype == np.float64
-    return np.float64 if is_double else np.float32
-
-
-def _trained(values: Any, dtype: Any) -> Tensor:
-    return Tensor(np.array(values, dtype, order="C"), requires_grad=True)
+def _trained(values: Any) -> Tensor:
+    return Tensor(values.copy(), requires_grad=True)
 
 
 def _per_slice(value: Any, n: int) -> tuple:

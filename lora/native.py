@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor
+from ..autograd.backend import array_module
 from ..transformer.model import LanguageModel
 from ..transformer.module import check_names, check_shapes
 from ..transformer.safetensors_io import TensorFile, atomic_file, write_safetensors
@@ -73,7 +74,7 @@ def load_adapter(model: LanguageModel, path: str | os.PathLike[str]) -> LoRAConf
 def fill_adapter(model: LanguageModel, arrays: Mapping[str, Any]) -> None:
     """Put arrays, by their native keys, into the trained tensors."""
     for name, p in _adapter_tensors(model):
-        p.data = np.ascontiguousarray(arrays[name], p.dtype)
+        p.data = array_module(p.data).asarray(arrays[name], p.dtype)
 
 
 def _adapter_tensors(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:

@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..autograd import Tensor
+from ..autograd.backend import array_module
 from ..transformer.layers import Linear
 from ..transformer.model import LanguageModel
 from ..transformer.module import Module, check_names, check_shapes
@@ -115,7 +114,7 @@ def load_adapter_peft(model: LanguageModel, folder: str | os.PathLike[str]) -> L
 
 def _fill(tensors: Mapping[str, Tensor], arrays: Mapping[str, Any], prefix: str) -> None:
     for key, p in tensors.items():
-        p.data = np.ascontiguousarray(arrays[prefix + key], p.dtype)
+        p.data = array_module(p.data).asarray(arrays[prefix + key], p.dtype, order="C")
 
 
 def _refuse_other_formats(folder: Path) -> None:
