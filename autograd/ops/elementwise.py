@@ -38,6 +38,8 @@ def _pair(x: Any, y: Any) -> tuple[Any, Any]:
         x = x.astype(y.dtype)
     if y.dtype.kind in "bi":
         y = y.astype(x.dtype)
+    if x.dtype not in FLOATS or y.dtype not in FLOATS:
+        raise TypeError(f"float32 or float64 needed, given {x.dtype} and {y.dtype}")
     return x, y
 
 
@@ -170,7 +172,8 @@ def pow_backward(g, x, exponent):
 
 @kernel
 def real_power(x, exponent):
-    return x**exponent
+    with np.errstate(all="ignore"):
+        return x**exponent
 
 
 @real_power.cpu

@@ -88,6 +88,11 @@ def rope_frequencies(
     if kind == "linear":
         return frequencies / factor
     low, high = (_setting(scaling, kind, f"{end}_freq_factor") for end in ("low", "high"))
+    if not low < high:
+        raise ValueError(
+            f"rope scaling 'llama3' needs a high_freq_factor above low_freq_factor, "
+            f"given {high} and {low}"
+        )
     turns = _setting(scaling, kind, "original_max_position_embeddings") * frequencies / math.tau
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return (1 - kept) * (frequencies / factor) + kept * frequencies
