@@ -36,10 +36,11 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> float:
     params = list(params)
     norm = grad_norm(params)
     if math.isfinite(norm) and norm > max_norm:
-        factor = clip_coefficient(norm, max_norm)
+        factor, done = clip_coefficient(norm, max_norm), set()
         for p in params:
-            if p.grad is not None:
-                p.grad = p.grad * p.dtype.type(factor)
+            if p.grad is not None and id(p.grad) not in done:
+                done.add(id(p.grad))
+                p.grad *= p.dtype.type(factor)
     return norm
 
 

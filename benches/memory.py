@@ -1,0 +1,60 @@
+"""What a training step holds: checkpointing policies against depth, and the three precisions.
+
+Activation memory is the most that was alive during a step beyond what was alive before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from afinar.autograd import buffers
+from afinar.train import LMBatch, TransformerTrainConfig, TransformerTrainer
+from afinar.transformer import TransformerConfig
+
+from .harness import Row
+from .step import tokens
+
+POLICIES = ("none", "matmuls", "segments", "blocks")
+
+
+def measure(layers: int, policy: str, precision: str) -> tuple[float, int]:
+    """Seconds and bytes of a step of a narrow model."""
+    shape = TransformerConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    config = TransformerTrainConfig(
+        model_config=shape, checkpoint_config=policy, precision_config=precision
+    )
+    trainer = TransformerTrainer(config)
+    batch = LMBatch(*tokens(4, 256, shape.vocab_size))
+    trainer.train_batch(batch)
+    before = buffers.in_use()
+    buffers.reset_peak()
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        trainer.train_batch(batch)
+        times.append(time.perf_counter() - start)
+    return sorted(times)[1], buffers.peak() - before
+
+
+def rows(threads: int) -> Iterator[Row]:
+    """Each policy at two depths beside none, then each precision beside float32."""
+    for layers in (4, 16):
+        t_none, m_none = measure(layers, "none", "fp32")
+        for policy in POLICIES:
+            t, m = measure(layers, policy, "fp32")
+            note = f"activations {m / 1e6:.0f} MB, {m / m_none:.2f} of none"
+            yield Row("memory", f"{layers} layers, {policy}", threads, t, t_none, "none", note=note)
+    t_full, m_full = measure(8, "none", "fp32")
+    for precision in ("fp32", "bf16", "fp16"):
+        t, m = measure(8, "none", precision)
+        note = f"activations {m / 1e6:.0f} MB, {m / m_full:.2f} of fp32"
+        yield Row("memory", f"8 layers, {precision}", threads, t, t_full, "fp32", note=note)
