@@ -10,7 +10,7 @@ from typing import Any
 
 from ..autograd import set_num_threads
 from .settings import KINDS, read_settings
-from .text import ByteTokenizer, FileTokenizer, Stream, load_tokenizer, one_bos
+from .text import ByteTokenizer, FileTokenizer, Stream, load_tokenizer, one_bos, read_json
 
 
 def say(text: str = "", end: str = "\n") -> None:
@@ -54,13 +54,20 @@ def generate(args: Namespace) -> int:
         top_k=args.top_k,
         top_p=args.top_p,
         repetition_penalty=args.repetition_penalty,
-        stop=[] if tokenizer.eos is None else [tokenizer.eos],
+        stop=end_ids(args.model, tokenizer),
         seed=args.seed,
     )
     for text in until((step[0] for step in steps), Stream(tokenizer), args.stop or []):
         say(text, end="")
     say()
     return 0
+
+
+def end_ids(folder: str, tokenizer: Any) -> list[int]:
+    """The ids that end a text: the tokenizer's, and those of generation_config.json."""
+    ends = [] if tokenizer.eos is None else [tokenizer.eos]
+    more = read_json(Path(folder) / "generation_config.json").get("eos_token_id")
+    return ends + (more if isinstance(more, list) else [] if more is None else [more])
 
 
 def until(tokens: Any, decoder: Stream, stops: list[str]) -> Any:

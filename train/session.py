@@ -91,7 +91,7 @@ class Session:
         session = cls(run, folder, stream)
         session._introduce()
         session.records.append(record(run))
-        folder.write("run.toml", settings.toml())
+        folder.write("run.toml", dataclasses.replace(settings, out=None).toml())
         session._write_record()
         if settings.model is not None:
             for name in COPIED:

@@ -33,7 +33,7 @@ class Settings:
     )
     model: str | None = _flag(None, "start from the weights of this run or folder", "RUN_OR_FOLDER")
     preset: str | None = _flag(None, "a named model size, trained from scratch", "NAME")
-    steps: int | None = _flag(None, "optimizer steps (default: 500; 100 with --model)", "N")
+    steps: int | None = _flag(None, "optimizer steps (default: 600; 100 with --model)", "N")
     batch: int | None = _flag(None, "sequences per micro-batch (default: 8; 4 with --model)", "N")
     seq_len: int = _flag(256, "tokens per sequence", "N")
     accumulate: int = _flag(1, "micro-batches per optimizer step", "N")
@@ -60,7 +60,9 @@ class Settings:
     mask_prompt: bool = _flag(True, "train on completions and replies only")
     pack: bool = _flag(True, "put several documents into one sequence, apart from each other")
     eval_every: int | None = _flag(None, "steps between validations (default: a tenth)", "N")
-    eval_rows: int = _flag(64, "sequences per validation", "N")
+    eval_rows: int | None = _flag(
+        None, "sequences per validation (default: 64; 16 with --model)", "N"
+    )
     digest_every: int | None = _flag(None, "steps between digests (default: a tenth)", "N")
     snapshot_every: int | None = _flag(None, "steps between snapshots (default: a fifth)", "N")
     keep: int = _flag(2, "snapshots to keep, beside the best and the last", "K")
@@ -78,10 +80,11 @@ class Settings:
             if getattr(s, name) is None:
                 setattr(s, name, value)
 
-        fill("steps", 100 if tuned else 500)
+        fill("steps", 100 if tuned else 600)
         fill("batch", 4 if tuned else 8)
         fill("lr", 5e-4 if s.lora else 2e-5 if tuned else 3e-3)
         fill("weight_decay", 0.01 if tuned else 0.1)
+        fill("eval_rows", 16 if tuned else 64)
         for name in ("steps", "batch", "seq_len", "accumulate", "lora_r", "eval_rows", "keep"):
             s._need(name, getattr(s, name) >= 1, "at least 1")
         steps = typing.cast(int, s.steps)

@@ -102,8 +102,8 @@ class FileTokenizer:
         self.folder = folder
         self.vocab_size = self._library.get_vocab_size(with_added_tokens=True)
 
-        settings = _read_json(folder / "tokenizer_config.json")
-        names = _read_json(folder / "special_tokens_map.json") | settings
+        settings = read_json(folder / "tokenizer_config.json")
+        names = read_json(folder / "special_tokens_map.json") | settings
         tokens = {k: _content(names.get(k)) for k in ("bos_token", "eos_token")}
         self._names = {k: token for k, token in tokens.items() if token is not None}
         self.eos = self._id("eos_token")
@@ -204,7 +204,8 @@ class Stream:
 # --- files of a tokenizer ------------------------------------------------------------------
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; an empty one if there is no file."""
     if not path.is_file():
         return {}
     try:

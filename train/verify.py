@@ -76,7 +76,12 @@ def verify(
     replay = build(settings)
     for what, value in replay.identity().items():
         if written.get(what) != value:
-            report.problems.append(f"the {what} differs: recorded {written.get(what)}, now {value}")
+            why = ""
+            if what == "data" and settings.data is None:
+                why = " (the standard library is another one in each version of Python)"
+            report.problems.append(
+                f"the {what} differs: recorded {written.get(what)}, now {value}{why}"
+            )
     if report.problems:
         return report
     snapshots = {int(p.name[5:]): p for p in list_snapshots(folder / "snapshots")}
