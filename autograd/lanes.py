@@ -14,7 +14,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, overload, register_model
+from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
 from numba.np.arrayobj import make_array
 
 from .launch import device
@@ -75,7 +75,7 @@ def _call(b: Any, name: str, out: Any, *args: Any) -> Any:
 def _operation(n: int, emit: Any, result: Any = None) -> Any:
     """An intrinsic of `n` operands of one type; `emit(builder, *values)` writes its code."""
 
-    def typed(operands: tuple) -> tuple:
+    def typed(*operands: Any) -> tuple:
         lanes = [k for k in operands if isinstance(k, Lanes)]
         kind = lanes[0] if lanes else operands[0]
         out = kind if result is None else _like(kind, result)
@@ -86,11 +86,14 @@ def _operation(n: int, emit: Any, result: Any = None) -> Any:
 
         return out(*operands), codegen
 
-    if n == 1:
-        return intrinsic(lambda typingctx, x: typed((x,)))
-    if n == 2:
-        return intrinsic(lambda typingctx, x, y: typed((x, y)))
-    return intrinsic(lambda typingctx, x, y, z: typed((x, y, z)))
+    made = {
+        1: lambda typingctx, x: typed(x),
+        2: lambda typingctx, x, y: typed(x, y),
+        3: lambda typingctx, x, y, z: typed(x, y, z),
+    }[n]
+    made = intrinsic(made)
+    made.typed = typed
+    return made
 
 
 fma = _operation(3, lambda b, x, y, z: _call(b, "fma", x.type, x, y, z))
@@ -127,7 +130,38 @@ def _zero(kind: Any) -> Any:
     return ir.Constant(kind, [0] * LANES if isinstance(kind, ir.VectorType) else 0)
 
 
-for _operator, _named in (
+def attach(function: Any, n: int, typed: Any, *kinds: Any) -> None:
+    """Let bodies call `function` of n operands: `typed(*types)` is None, or a signature and code.
+
+    Unlike an overload this needs no compilation of its own.
+    """
+
+    def signature(*given: Any) -> Any:
+        found = typed(*given)
+        return found and found[0]
+
+    def typer(context: Any) -> Any:
+        return {
+            1: lambda x: signature(x),
+            2: lambda x, y: signature(x, y),
+            3: lambda x, y, z: signature(x, y, z),
+        }[n]
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return typed(*sig.args)[1](context, b, sig, args)
+
+    type_callable(function)(typer)
+    lower_builtin(function, *kinds)(codegen)
+
+
+def _on_lanes(operation: Any) -> Any:
+    def typed(*operands: Any) -> Any:
+        return operation.typed(*operands) if any(isinstance(k, Lanes) for k in operands) else None
+
+    return typed
+
+
+for _operator, _operation_on_two in (
     (operator.add, _add),
     (operator.sub, _sub),
     (operator.mul, _mul),
@@ -137,26 +171,13 @@ for _operator, _named in (
     (operator.eq, _equal),
     (operator.or_, _either),
 ):
-
-    def _on_lanes(named: Any) -> Any:
-        def implement(x, y):
-            if isinstance(x, Lanes) or isinstance(y, Lanes):
-                return lambda x, y: named(x, y)
-            return None
-
-        return implement
-
-    overload(_operator, inline="always")(_on_lanes(_named))
+    for _kinds in ((Lanes, Lanes), (Lanes, types.Float), (types.Float, Lanes)):
+        attach(_operator, 2, _on_lanes(_operation_on_two), *_kinds)
+attach(operator.neg, 1, _on_lanes(_neg), Lanes)
 
 
-@overload(operator.neg, inline="always")
-def _neg_lanes(x):
-    return (lambda x: _neg(x)) if isinstance(x, Lanes) else None
-
-
-@intrinsic
-def select(typingctx: Any, condition: Any, x: Any, y: Any) -> Any:
-    """x where the condition holds, else y."""
+def typed_select(condition: Any, x: Any, y: Any) -> tuple:
+    """The type and code of `select`."""
     out = next((k for k in (x, y) if isinstance(k, Lanes)), x)
     if isinstance(condition, Lanes):
         out = Lanes(element(out))
@@ -166,6 +187,12 @@ def select(typingctx: Any, condition: Any, x: Any, y: Any) -> Any:
         return b.select(c, _fit(b, p, x, out), _fit(b, q, y, out))
 
     return out(condition, x, y), codegen
+
+
+@intrinsic
+def select(typingctx: Any, condition: Any, x: Any, y: Any) -> Any:
+    """x where the condition holds, else y."""
+    return typed_select(condition, x, y)
 
 
 _BITS = {types.float32: types.int32, types.float64: types.int64}
@@ -294,6 +321,17 @@ def splat(typingctx: Any, x: Any) -> Any:
     return Lanes(x)(x), codegen
 
 
+@intrinsic
+def widen(typingctx: Any, x: Any) -> Any:
+    """float32 lanes as float64 lanes."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        out = context.get_value_type(sig.return_type)
+        return args[0] if args[0].type == out else b.fpext(args[0], out)
+
+    return Lanes(types.float64)(x), codegen
+
+
 def _tree(emit: Any) -> Any:
     def typed(typingctx: Any, x: Any) -> Any:
         def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -347,10 +385,16 @@ def row_dot(x, y):
 def row_max(x):
     """The largest element of a contiguous row; -inf if it is empty, NaN if one is NaN."""
     n, least = np.int64(x.size), splat(x.dtype.type(-np.inf))
-    top = least
-    whole = n - n % 16
-    for i in range(0, whole, 16):
+    top, second, third, fourth = least, least, least, least
+    i = 0
+    while i + 64 <= n:  # a maximum has no order, and takes several instructions: four at once
+        top, second = maximum(top, load(x, i)), maximum(second, load(x, i + 16))
+        third, fourth = maximum(third, load(x, i + 32)), maximum(fourth, load(x, i + 48))
+        i += 64
+    top = maximum(maximum(top, second), maximum(third, fourth))
+    while i + 16 <= n:
         top = maximum(top, load(x, i))
-    if whole < n:
-        top = maximum(top, load_first(x, whole, n - whole, least))
+        i += 16
+    if i < n:
+        top = maximum(top, load_first(x, i, n - i, least))
     return tree_max(top)

@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from . import mathf
 from .backend import array_module, kernel
 from .buffers import empty
-from .launch import body, device
+from .launch import body, device, get_num_threads
 
 BLOCK = 1024  # Philox counters per index of a body: long against a launch, short against a thread
 
@@ -161,18 +161,23 @@ def uniform_cpu(i, key0, key1, low, high, out):
 
 
 @body
-def normal_cpu(i, key0, key1, std, out):
-    for block in range(BLOCK * i, min(BLOCK * (i + 1), (out.size + 3) // 4)):
-        four = philox(key0, key1, block)
+def normal_cpu(i, thread, key0, key1, std, uniform, out):
+    """`uniform` is scratch of a thread: u1 and the angle of each pair, for a loop over vectors."""
+    u, angle = uniform[thread, 0], uniform[thread, 1]
+    for block in range(BLOCK):
+        four = philox(key0, key1, BLOCK * i + block)
         for pair in range(2):
-            u1 = np.float64((four[2 * pair] >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
-            angle = (2 * np.pi) * (np.float64(four[2 * pair + 1] >> np.uint64(11)) * 2.0**-53)
-            r = np.sqrt(-2.0 * mathf.log(u1))
-            j = 4 * block + 2 * pair
-            if j < out.size:
-                out[j] = np.float32(r * mathf.cos(angle) * std)
-            if j + 1 < out.size:
-                out[j + 1] = np.float32(r * mathf.sin(angle) * std)
+            high, low = four[2 * pair] >> np.uint64(11), four[2 * pair + 1] >> np.uint64(11)
+            u[2 * block + pair] = np.float64(high + np.uint64(1)) * 2.0**-53
+            angle[2 * block + pair] = (2 * np.pi) * (np.float64(low) * 2.0**-53)
+    to = out[4 * BLOCK * i : min(4 * BLOCK * (i + 1), out.size)]
+    for n in range(to.size // 2):
+        r = np.sqrt(-2.0 * mathf.log(u[n]))
+        to[2 * n] = np.float32(r * mathf.cos(angle[n]) * std)
+        to[2 * n + 1] = np.float32(r * mathf.sin(angle[n]) * std)
+    if to.size % 2:
+        n = to.size // 2
+        to[2 * n] = np.float32(np.sqrt(-2.0 * mathf.log(u[n])) * mathf.cos(angle[n]) * std)
 
 
 def _launch(fill, out, key, *more):
@@ -192,4 +197,5 @@ def fill_uniform_cpu(out, key, low, high):
 
 @fill_normal.cpu
 def fill_normal_cpu(out, key, std):
-    return _launch(normal_cpu, out, key, np.float64(std))
+    uniform = empty((get_num_threads(), 2, 2 * BLOCK), np.float64)
+    return _launch(normal_cpu, out, key, np.float64(std), uniform)

@@ -8,14 +8,13 @@ import numpy as np
 
 from ..backend import array_module, kernel
 from ..buffers import empty, zeros
-from ..lanes import row_sum
 from ..launch import body
 from ..mathf import exp, log
 from ..tape import op
 from .embedding import as_ids
 from .gemm import gemm
 from .reduce import add_chains, sum_axes, sum_chains, sum_in_blocks
-from .softmax import QUIET, row_exp_sum, row_shift, rows_per_index
+from .softmax import QUIET, row_exp, row_exp_sum, row_shift, rows_per_index
 
 TOKENS = 256  # per block of linear_cross_entropy; part of the contract
 
@@ -208,9 +207,7 @@ def both_cpu(i, rows, scale, out, labels, losses):
     for n in range(rows * i, min(rows * (i + 1), out.shape[0])):
         row = out[n]
         picked, shift = row[labels[n]], row_shift(row)
-        for c in range(row.size):
-            row[c] = exp(row[c] - shift)
-        total = row_sum(row)
+        total = row_exp(row, shift, row)
         factor = (one / total if total != 0 else total) * scale
         for c in range(row.size):
             row[c] *= factor

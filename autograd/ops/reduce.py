@@ -17,7 +17,7 @@ import numpy as np
 from .. import lanes, mathf
 from ..backend import array_module, kernel
 from ..buffers import empty
-from ..launch import body, get_num_threads
+from ..launch import body, device
 from ..tape import op
 from .softmax import QUIET, row_exp_sum, row_shift, rows_per_index
 
@@ -326,14 +326,23 @@ def logsumexp_backward_fast(g, x, out):
     return dx
 
 
+@device
+def _square_sum(x):
+    n, none = np.int64(x.size), lanes.splat(x.dtype.type(0))
+    total = lanes.splat(np.float64(0))
+    whole = n - n % 16
+    for c in range(0, whole, 16):
+        wide = lanes.widen(lanes.load(x, c))
+        total = lanes.fma(wide, wide, total)
+    if whole < n:
+        wide = lanes.widen(lanes.load_first(x, whole, n - whole, none))
+        total = lanes.keep_first(n - whole, lanes.fma(wide, wide, total), total)
+    return lanes.tree_sum(total)
+
+
 @body
-def squares_cpu(i, thread, x, wide, parts):  # owns parts[i]; wide is a row of scratch per thread
-    start = SPAN * i
-    n = min(SPAN, x.size - start)
-    row = wide[thread, :n]
-    for k in range(n):
-        row[k] = x[start + k]
-    parts[i] = lanes.row_dot(row, row)
+def squares_cpu(i, x, parts):  # owns parts[i]
+    parts[i] = _square_sum(x[SPAN * i : min(SPAN * (i + 1), x.size)])
 
 
 @body
@@ -358,7 +367,7 @@ def _added_up(parts):
 @sum_of_squares.cpu
 def sum_of_squares_cpu(x):
     parts = np.empty(-(-x.size // SPAN))
-    squares_cpu(len(parts), x.reshape(-1), np.empty((get_num_threads(), SPAN)), parts)
+    squares_cpu(len(parts), x.reshape(-1), parts)
     return _added_up(parts)
 
 

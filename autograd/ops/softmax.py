@@ -12,7 +12,17 @@ import numpy as np
 
 from ..backend import array_module, kernel
 from ..buffers import empty
-from ..lanes import keep_first, load, load_first, row_max, row_sum, select, splat, tree_sum
+from ..lanes import (
+    keep_first,
+    load,
+    load_first,
+    row_max,
+    row_sum,
+    select,
+    splat,
+    store,
+    tree_sum,
+)
 from ..launch import body, device
 from ..mathf import exp, log
 from ..tape import op
@@ -122,14 +132,28 @@ def row_exp_sum(x, shift):
     return tree_sum(total)
 
 
+@device
+def row_exp(x, shift, out):
+    """exp(x - shift) of a contiguous row into `out`, which may be x; returns the sum."""
+    n, zero = np.int64(x.size), splat(x.dtype.type(0))
+    total = zero
+    whole = n - n % 16
+    for c in range(0, whole, 16):
+        e = exp(load(x, c) - shift)
+        store(out, c, e)
+        total = total + e
+    if whole < n:
+        for c in range(whole, n):
+            out[c] = exp(x[c] - shift)
+        total = keep_first(n - whole, total + load_first(out, whole, n - whole, zero), total)
+    return tree_sum(total)
+
+
 @body
 def softmax_rows_cpu(i, rows, x, y):  # owns `rows` rows of y, as those below
     for n in range(rows * i, min(rows * (i + 1), x.shape[0])):
         row, to = x[n], y[n]
-        shift = row_shift(row)
-        for c in range(row.size):
-            to[c] = exp(row[c] - shift)
-        total = row_sum(to)
+        total = row_exp(row, row_shift(row), to)
         total = x.dtype.type(1) if total == 0 else total
         for c in range(row.size):
             to[c] /= total
