@@ -192,7 +192,8 @@ def attention_forward_cpu(q, k, v, scale, causal, segments, window, dropout, key
     forward.attention_forward_cpu(
         len(items) * parts, items, parts, strided(q), strided(k), strided(v),
         *_masks(segments, holes, causal, window), scale, *_rule(dropout, key, q.dtype),
-        tiles.blank(q.dtype), _workspace(forward.forward_size(rows, wide), q.dtype), out, lse,
+        tiles.blank(q.dtype), _workspace(forward.forward_size(rows, wide), q.dtype), strided(out),
+        lse,
     )  # fmt: skip
     return out if wide == D else np.ascontiguousarray(out[..., :D]), lse
 
@@ -220,9 +221,10 @@ def attention_backward_cpu(g, q, k, v, out, lse, scale, causal, segments, window
     work = _workspace(backward.backward_size(rows, wide), q.dtype)
     for wave in squares:
         backward.attention_backward_cpu(
-            len(wave) * parts, wave, parts, strided(g), strided(q), strided(k), strided(v), out,
-            lse, *_masks(segments, holes, causal, window), scale, *_rule(dropout, key, q.dtype),
-            tiles.blank(q.dtype), work, dq, dk, dv,
+            len(wave) * parts, wave, parts, strided(g), strided(q), strided(k), strided(v),
+            strided(out), lse, *_masks(segments, holes, causal, window), scale,
+            *_rule(dropout, key, q.dtype), tiles.blank(q.dtype), work, strided(dq), strided(dk),
+            strided(dv),
         )  # fmt: skip
     if parts != G:
         dk, dv = (_sum_heads(x, G) for x in (dk, dv))

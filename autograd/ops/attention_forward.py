@@ -12,14 +12,14 @@ from ..mathf import exp_flushed, log
 from .attention_plan import TILE
 from .attention_tiles import (
     STRIP,
-    alive,
+    clear,
+    cover,
     draw,
+    fetch,
     find_live,
-    masked,
-    offset,
     pack,
     product,
-    row_stride,
+    put,
     scores,
     span,
 )
@@ -27,7 +27,7 @@ from .attention_tiles import (
 
 def forward_size(rows: int, D: int) -> int:
     """Elements of a thread's workspace."""
-    return 2 * rows * D + 2 * rows + TILE * D + 2 * STRIP * TILE + TILE
+    return 2 * rows * D + 2 * rows + 2 * TILE * D + 2 * STRIP * TILE + TILE
 
 
 @body
@@ -36,114 +36,104 @@ def attention_forward_cpu(
     key0, key1, threshold, boost, blanks, work, out, lse,
 ):  # fmt: skip
     # owns the queries of one item in `H // parts` heads that share their keys
-    _, T, H, D = q.shape
+    T, H, D = q.shape[1], q.shape[2], q.shape[3]
     S, G = k.shape[1], k.shape[2]
-    b, t0, n, first, end = items[i // parts]
-    h0 = (i % parts) * (H // parts)
-    kv = h0 // (H // G)
-    rows = (H // parts) * n  # row r is query t0 + r % n of head h0 + r // n
+    item, part = i // parts, i % parts
+    b, t0, n, first, end = (
+        items[item, 0], items[item, 1], items[item, 2], items[item, 3], items[item, 4]
+    )  # fmt: skip
+    heads, one, step, stride = H // parts, v.dtype.type(1), np.int64(1), np.int64(TILE)
+    h0, kv = part * heads, part * heads // (H // G)
+    rows = heads * n  # row r is query t0 + r % n of head h0 + r // n
     padded = (rows + STRIP - 1) // STRIP * STRIP
-    p0 = t0 + S - T  # its place among the keys
+    p0 = t0 + S - T  # the first query's place among the keys
 
     w = work[thread]
-    qs, w = w[: padded * D], w[padded * D :]
-    acc, w = w[: padded * D], w[padded * D :]
-    kt, w = w[: TILE * D], w[TILE * D :]
-    s, w = w[: STRIP * TILE], w[STRIP * TILE :]
-    factor, w = w[: STRIP * TILE], w[STRIP * TILE :]
-    live, w = w[:TILE], w[TILE:]
-    m, total = w[:rows], w[rows : 2 * rows]
-
+    qs = np.int64(0)  # (rows, D)
+    acc = qs + padded * D  # (rows, D)
+    kt = acc + padded * D  # (D, TILE)
+    vs = kt + TILE * D  # (TILE, D)
+    s = vs + TILE * D  # (STRIP, TILE)
+    factor = s + STRIP * TILE  # (STRIP, TILE), of dropout
+    live = factor + STRIP * TILE  # (TILE)
+    m = live + TILE  # (rows), maxima
+    total = m + padded  # (rows)
+    for y in range(heads):
+        fetch(q, b, t0, h0 + y, n, scale, w, qs + y * n * D)
+    clear(w, qs + rows * D, (padded - rows + padded) * D)  # acc too
     for r in range(rows):
-        at = offset(q, b, t0 + r % n, h0 + r // n)
-        for d in range(0, D, LANES):
-            store(qs, r * D + d, load(q, at + d) * scale)
-        m[r] = -np.inf
-        total[r] = 0
-    qs[rows * D :] = 0
-    acc[:] = 0
+        w[m + r], w[total + r] = -np.inf, 0
 
     start = first + (max(first, p0 - window + 1) - first) // TILE * TILE
     for k0 in range(start, min(end, p0 + n + reach), TILE):
         nk = min(TILE, end - k0)
-        pack(k, b, k0, kv, nk, kt)
+        pack(k, b, k0, kv, nk, w, kt)
+        fetch(v, b, k0, kv, nk, one, w, vs)
         if holes:
-            find_live(segments, b, p0, k0, nk, live)
+            find_live(segments, b, p0, k0, nk, w, live)
         for r in range(0, rows, STRIP):
-            t, stop = r % n, min(STRIP, rows - r)
-            near, far = (p0 + t, p0 + t + stop - 1) if t + stop <= n else (p0, p0 + n - 1)
-            low, all_low, all_high, high = span(near, far, nk, k0, reach, window)
+            t, count = r % n, min(STRIP, rows - r)
+            near, far = (p0 + t, p0 + t + count - 1) if t + count <= n else (p0, p0 + n - 1)
+            low, all_low, all_high, high = span(near - k0, far - k0, nk, reach, window)
             if high <= low:
                 continue
             if holes:
                 all_low = all_high = high
             whole = all_low == 0 and all_high == TILE
-            scores(qs[r * D :], STRIP, kt, D, low, high, s)
+            scores(w, qs + r * D, kt, D, low, high, s)
             if threshold:
-                for y in range(stop):
+                for y in range(count):
                     h, t = h0 + (r + y) // n, t0 + (r + y) % n
                     word = ((b * H + h) * T + t) * S + k0
-                    draw(key0, key1, threshold, boost, word, factor, y * TILE)
+                    draw(key0, key1, threshold, boost, word, w, factor + y * TILE)
             soften(
-                s, r, stop, n, p0 - k0, nk, reach, window, whole, holes, live, threshold, factor,
-                blanks, m, total, acc, D,
+                w, s, count, m + r, total + r, acc + r * D, D, whole, r, n, p0 - k0, nk, reach,
+                window, holes, live, threshold, factor, blanks,
             )  # fmt: skip
-            product(
-                s, 0, TILE, 1,
-                v, offset(v, b, k0, kv), row_stride(v),
-                acc, r * D, D, low, all_low, all_high, high,
-            )  # fmt: skip
+            product(w, s, stride, step, vs, acc + r * D, D, low, all_low, all_high, high)
 
     for r in range(rows):
-        h, t = h0 + r // n, t0 + r % n
-        lse[b, h, t] = 0
-        inverse = out.dtype.type(0)
-        if total[r] != 0:
-            lse[b, h, t] = m[r] + log(total[r])
-            inverse = out.dtype.type(1) / total[r]
-        for d in range(0, D, LANES):
-            store(out, ((b * T + t) * H + h) * D + d, load(acc, r * D + d) * inverse)
+        h, t, sum_ = h0 + r // n, t0 + r % n, w[total + r]
+        lse[b, h, t] = w[m + r] + log(sum_) if sum_ != 0 else sum_
+        inverse = one / sum_ if sum_ != 0 else sum_
+        for d in range(acc + r * D, acc + (r + 1) * D, LANES):
+            store(w, d, load(w, d) * inverse)
+    for y in range(heads):
+        put(w, acc + y * n * D, n, one, out, b, t0, h0 + y)
 
 
 @device(forceinline=False)
 def soften(
-    s, r, count, n, p0, nk, reach, window, whole, holes, live, threshold, factor,
-    blanks, m, total, acc, D,
+    w, s, count, m, total, acc, D, whole, r, n, p0, nk, reach,
+    window, holes, live, threshold, factor, blanks,
 ):  # fmt: skip
     """Turn the scores of rows r .. r + count - 1 to probabilities under each maximum so far."""
-    least, other, low, high = splat(s.dtype.type(-np.inf)), load(blanks, 0), 0, TILE
+    least, other, low, high = splat(w.dtype.type(-np.inf)), load(blanks, 0), 0, TILE
     for y in range(count):
-        o = y * TILE
-        x0, x1, x2, x3 = load(s, o), load(s, o + 16), load(s, o + 32), load(s, o + 48)
+        o = s + y * TILE
         if not whole:
             p = p0 + (r + y) % n
             low, high = max(0, p + 1 - window), min(nk, p + 1 + reach)
-            x0, x1 = masked(x0, 0, low, high, least), masked(x1, 16, low, high, least)
-            x2, x3 = masked(x2, 32, low, high, least), masked(x3, 48, low, high, least)
-            if holes:
-                x0, x1 = alive(x0, 0, live, least), alive(x1, 16, live, least)
-                x2, x3 = alive(x2, 32, live, least), alive(x3, 48, live, least)
-        before = m[r + y]
+            cover(w, o, low, high, holes, live, least)
+        x0, x1, x2, x3 = load(w, o), load(w, o + 16), load(w, o + 32), load(w, o + 48)
+        before = w[m + y]
         top = maximum(before, tree_max(maximum(maximum(x0, x1), maximum(x2, x3))))
-        base = select(less(s.dtype.type(-np.inf), top), top, s.dtype.type(0))
+        base = select(less(w.dtype.type(-np.inf), top), top, w.dtype.type(0))
         x0, x1 = exp_flushed(x0 - base), exp_flushed(x1 - base)
         x2, x3 = exp_flushed(x2 - base), exp_flushed(x3 - base)
         shrink = exp_flushed(before - base)
-        m[r + y] = top
-        total[r + y] = fma(total[r + y], shrink, tree_sum(((x0 + x1) + x2) + x3))
+        w[m + y] = top
+        w[total + y] = fma(w[total + y], shrink, tree_sum(((x0 + x1) + x2) + x3))
         if shrink != 1:
-            for d in range((r + y) * D, (r + y + 1) * D, LANES):
-                store(acc, d, load(acc, d) * shrink)
+            for d in range(acc + y * D, acc + (y + 1) * D, LANES):
+                store(w, d, load(w, d) * shrink)
         if threshold:
-            x0, x1 = x0 * load(factor, o), x1 * load(factor, o + 16)
-            x2, x3 = x2 * load(factor, o + 32), x3 * load(factor, o + 48)
+            f = factor + y * TILE
+            x0, x1 = x0 * load(w, f), x1 * load(w, f + 16)
+            x2, x3 = x2 * load(w, f + 32), x3 * load(w, f + 48)
+        store(w, o, x0)
+        store(w, o + 16, x1)
+        store(w, o + 32, x2)
+        store(w, o + 48, x3)
         if not whole:
-            x0, x1 = masked(x0, 0, low, high, other), masked(x1, 16, low, high, other)
-            x2, x3 = masked(x2, 32, low, high, other), masked(x3, 48, low, high, other)
-            if holes:
-                x0, x1 = alive(x0, 0, live, other), alive(x1, 16, live, other)
-                x2, x3 = alive(x2, 32, live, other), alive(x3, 48, live, other)
-        store(s, o, x0)
-        store(s, o + 16, x1)
-        store(s, o + 32, x2)
-        store(s, o + 48, x3)
+            cover(w, o, low, high, holes, live, other)

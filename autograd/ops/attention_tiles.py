@@ -1,6 +1,10 @@
-"""What the forward and the backward of attention share: packing, masks and products of tiles."""
+"""What the forward and the backward of attention share: packing, masks and products of tiles.
 
-# The keys of a tile are numbered from 0; a row sees those in [low, high) that are live.
+A thread works in one flat array `w`; names such as `qs` or `kt` are places in it. The keys of a
+tile are numbered from 0; a row sees those in [low, high) that are alive.
+"""
+
+# B batch, S keys or queries, H heads, D head size, filled up to a multiple of PAD.
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import functools
 import numpy as np
 
 from .. import tile as tiles
-from ..lanes import keep_first, less, load, select, splat
+from ..lanes import LANES, keep_first, less, load, select, store
 from ..launch import VECTOR_WIDTH, device
 from .attention_plan import TILE
 from .dropout import keep_64
@@ -26,96 +30,133 @@ def blank(dtype: np.dtype) -> np.ndarray:
     return np.full(16 * dtype.itemsize, 255, np.uint8).view(dtype)
 
 
-@device
-def span(first, last, nk, k0, reach, window):
+# --- which keys a row sees -------------------------------------------------------------------
+
+
+@device(forceinline=False)
+def span(first, last, nk, reach, window):
     """For queries first .. last: the keys that one of them sees, and those that all see."""
-    low = max(0, first - window + 1 - k0)
-    high = min(nk, last + 1 + reach - k0)
-    all_low = max(low, last - window + 1 - k0)
-    all_high = min(high, first + 1 + reach - k0)
+    low, high = max(0, first - window + 1), min(nk, last + 1 + reach)
+    all_low, all_high = max(low, last - window + 1), min(high, first + 1 + reach)
     if all_high < all_low:
         all_low = all_high = high
     return low, all_low, all_high, high
 
 
-@device
-def masked(x, c, low, high, other):
-    """Lanes x of keys c .. c + 15, and `other` where the key is not in [low, high)."""
-    return keep_first(high - c, keep_first(low - c, other, x), other)
-
-
-@device
-def alive(x, c, live, other):
-    """Lanes x of keys c .. c + 15, and `other` where the key is of another segment."""
-    return select(less(splat(live.dtype.type(0)), load(live, c)), x, other)
+@device(forceinline=False)
+def cover(w, row, low, high, holes, live, other):
+    """Put `other` (lanes) where the row does not see the key."""
+    for c in range(0, TILE, LANES):
+        x = keep_first(high - c, keep_first(low - c, other, load(w, row + c)), other)
+        if holes:
+            x = select(less(w.dtype.type(0), load(w, live + c)), x, other)
+        store(w, row + c, x)
 
 
 @device(forceinline=False)
-def find_live(segments, b, own, k0, nk, live):
-    """live[j] is 1 if key k0 + j is of the segment of key `own`, else 0."""
+def find_live(segments, b, own, k0, nk, w, live):
+    """w[live + j] is 1 if key k0 + j is of the segment of key `own`, else 0."""
     for j in range(TILE):
-        live[j] = 1 if j < nk and segments[b, k0 + j] == segments[b, own] else 0
+        w[live + j] = 1 if j < nk and segments[b, k0 + j] == segments[b, own] else 0
+
+
+@device(forceinline=False)
+def draw(key0, key1, threshold, boost, first, w, factor):
+    """w[factor + j] = boost if dropout keeps element first + j, else 0."""
+    kept = keep_64(key0, key1, first, threshold)
+    for j in range(TILE):
+        w[factor + j] = boost if (kept >> np.uint64(j)) & np.uint64(1) else w.dtype.type(0)
+
+
+# --- rows in and out of the workspace ----------------------------------------------------------
 
 
 @device
-def row_stride(x):
-    return x.strides[1] // x.itemsize
-
-
-@device
-def offset(x, b, s, h):
-    """Where x[b, s, h, 0] is, in elements."""
+def _place(x, b, s, h):
     return (b * x.strides[0] + s * x.strides[1] + h * x.strides[2]) // x.itemsize
 
 
 @device(forceinline=False)
-def pack(x, b, k0, h, nk, out):
-    """out (D, TILE) = x[b, k0 : k0 + nk, h] transposed, filled up with 0."""
+def fetch(x, b, s, h, n, factor, w, rows):
+    """w[rows] (n, D) = x[b, s : s + n, h] * factor"""
     D = x.shape[3]
-    if nk == TILE:
-        L = VECTOR_WIDTH * 4 // out.itemsize
+    for r in range(n):
+        at, to = _place(x, b, s + r, h), rows + r * D
+        for d in range(0, D, LANES):
+            store(w, to + d, load(x, at + d) * factor)
+
+
+@device(forceinline=False)
+def put(w, rows, n, factor, x, b, s, h):
+    """x[b, s : s + n, h] = w[rows] (n, D) * factor"""
+    D = x.shape[3]
+    for r in range(n):
+        at, to = rows + r * D, _place(x, b, s + r, h)
+        for d in range(0, D, LANES):
+            store(x, to + d, load(w, at + d) * factor)
+
+
+@device(forceinline=False)
+def add(x, b, s, h, n, w, rows):
+    """w[rows] (n, D) = x[b, s : s + n, h] + w[rows]"""
+    D = x.shape[3]
+    for r in range(n):
+        at, to = _place(x, b, s + r, h), rows + r * D
+        for d in range(0, D, LANES):
+            store(w, to + d, load(x, at + d) + load(w, to + d))
+
+
+@device(forceinline=False)
+def clear(w, start, n):
+    for d in range(start, start + n):
+        w[d] = 0
+
+
+@device(forceinline=False)
+def pack(x, b, s, h, n, w, xt):
+    """w[xt] (D, TILE) = x[b, s : s + n, h] transposed, filled up with 0"""
+    D, row = x.shape[3], x.strides[1] // x.itemsize
+    if n == TILE:
+        L = VECTOR_WIDTH * 4 // w.itemsize
         for j in range(0, TILE, L):
             for d in range(0, D, L):
-                at = offset(x, b, k0 + j, h) + d
-                tiles.transpose(x, at, row_stride(x), out, d * TILE + j, TILE)
+                at = _place(x, b, s + j, h) + d
+                tiles.transpose(x, at, row, w, xt + d * TILE + j, TILE)
     else:
         for d in range(D):
             for j in range(TILE):
-                out[d * TILE + j] = x[b, k0 + j, h, d] if j < nk else 0
+                w[xt + d * TILE + j] = x[b, s + j, h, d] if j < n else 0
+
+
+# --- products ----------------------------------------------------------------------------------
 
 
 @device(forceinline=False)
-def scores(x, rows, xt, D, low, high, out):
-    """out (rows, TILE) = x (rows, D) xt (D, TILE): chains over d; of the columns low .. high."""
-    W = 2 * VECTOR_WIDTH * 4 // out.itemsize
+def scores(w, x, xt, D, low, high, s):
+    """w[s] (STRIP, TILE) = w[x] (STRIP, D) w[xt] (D, TILE): chains over d; columns low .. high"""
+    W = 2 * VECTOR_WIDTH * 4 // w.itemsize
     for j in range(low // W * W, high, W):
-        for i in range(0, rows, STRIP):
-            _whole(x, i * D, D, 1, xt, j, TILE, out, i * TILE + j, TILE, D, tiles.FRESH)
+        _whole(w, x, D, 1, w, xt + j, TILE, w, s + j, TILE, D, tiles.FRESH)
 
 
 @device(forceinline=False)
-def product(a, ao, a_row, a_k, b, bo, b_k, c, co, D, low, all_low, all_high, high):
-    """c (STRIP, D) += a b: chains over k in [low, high), none blank in [all_low, all_high)."""
-    W = 2 * VECTOR_WIDTH * 4 // c.itemsize
+def product(w, a, a_row, a_k, b, c, D, low, all_low, all_high, high):
+    """w[c] (STRIP, D) += a b: chains over k in [low, high), none blank in [all_low, all_high)
+
+    a has the two strides given; w[b] is (TILE, D).
+    """
+    W = 2 * VECTOR_WIDTH * 4 // w.itemsize
     for d in range(0, D, W):
-        for k, stop in ((low, all_low), (all_high, high)):
-            if k == all_high and all_high > all_low:
-                _whole(
-                    a, ao + all_low * a_k, a_row, a_k,
-                    b, bo + all_low * b_k + d, b_k,
-                    c, co + d, D, all_high - all_low, tiles.CONTINUED,
-                )  # fmt: skip
-            if stop > k:
+        start, stop = low, all_low
+        for _ in range(2):  # the blanks before and after
+            if stop > start:
                 _partial(
-                    a, ao + k * a_k, a_row, a_k,
-                    b, bo + k * b_k + d, b_k,
-                    c, co + d, D, stop - k, tiles.CONTINUED,
+                    w, a + start * a_k, a_row, a_k, w, b + start * D + d, D,
+                    w, c + d, D, stop - start, tiles.CONTINUED,
                 )  # fmt: skip
-
-
-@device(forceinline=False)
-def draw(key0, key1, threshold, boost, first, factor, o):
-    """factor[o + j] = boost if dropout keeps element first + j, else 0."""
-    kept = keep_64(key0, key1, first, threshold)
-    for j in range(TILE):
-        factor[o + j] = boost if (kept >> np.uint64(j)) & np.uint64(1) else factor.dtype.type(0)
+            if stop == all_low and all_high > all_low:
+                _whole(
+                    w, a + all_low * a_k, a_row, a_k, w, b + all_low * D + d, D,
+                    w, c + d, D, all_high - all_low, tiles.CONTINUED,
+                )  # fmt: skip
+            start, stop = all_high, high
