@@ -284,21 +284,81 @@ def store(typingctx: Any, x: Any, i: Any, value: Any) -> Any:
 
 
 @intrinsic
+def load_float(typingctx: Any, x: Any, i: Any) -> Any:
+    """`load`, with the bits of bfloat16 (uint16) and of float16 (int16) widened to float32."""
+    dtype = types.float32 if x.dtype in (types.uint16, types.int16) else x.dtype
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        value = b.load(_address(context, b, sig.args[0], *args))
+        value.align = x.dtype.bitwidth // 8
+        if x.dtype == dtype:
+            return value
+        word, number = (ir.VectorType(t, LANES) for t in (ir.IntType(32), ir.FloatType()))
+
+        def every(n: Any, kind: Any = word) -> Any:
+            return ir.Constant(kind, [n] * LANES)
+
+        bits = b.zext(value, word)
+        if x.dtype == types.uint16:
+            return b.bitcast(b.shl(bits, every(16)), number)
+        sign = b.shl(b.and_(bits, every(0x8000)), every(16))
+        size = b.shl(b.and_(bits, every(0x7FFF)), every(13))
+        scaled = b.fmul(b.bitcast(size, number), every(2.0**112, number))  # exact; subnormals too
+        endless = b.icmp_unsigned(">=", size, every(0x7C00 << 13))
+        size = b.select(endless, b.or_(size, every(0x7F800000)), b.bitcast(scaled, word))
+        return b.bitcast(b.or_(size, sign), number)
+
+    return Lanes(dtype)(x, types.int64), codegen
+
+
+@intrinsic
 def load_first(typingctx: Any, x: Any, i: Any, n: Any, other: Any) -> Any:
     """Elements i .. i + n - 1 of x in the first n lanes, `other` (lanes) in the rest."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         array, i, n, other = args
-        pointer = _address(context, b, sig.args[0], array, i)
-        mask = _first(b, n)
-        kind = "f32" if x.dtype == types.float32 else "f64"
-        name = f"llvm.masked.load.v{LANES}{kind}.p0"
-        align = ir.Constant(ir.IntType(32), x.dtype.bitwidth // 8)
-        parts = [pointer, align, mask, other]
-        function = ir.FunctionType(other.type, [p.type for p in parts])
-        return b.call(cgutils.get_or_insert_function(b.module, function, name), parts)
+        return _masked(b, "load", other.type, _address(context, b, x, array, i), n, other)
 
     return Lanes(x.dtype)(x, types.int64, types.int64, Lanes(x.dtype)), codegen
+
+
+@intrinsic
+def load_part(typingctx: Any, x: Any, i: Any, n: Any) -> Any:
+    """Elements i .. i + n - 1 of x in the first n lanes, 0 in the rest."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        pointer = _address(context, b, x, args[0], args[1])
+        memory = pointer.type.pointee
+        value = _masked(b, "load", memory, pointer, args[2], _zero(memory))
+        if x.dtype == types.boolean:
+            value = b.icmp_signed("!=", value, _zero(memory))
+        return value
+
+    return Lanes(x.dtype)(x, types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_part(typingctx: Any, x: Any, i: Any, n: Any, value: Any) -> Any:
+    """Write the first n lanes to elements i .. i + n - 1 of x."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        array, i, n, lanes = args
+        _masked(b, "store", lanes.type, _address(context, b, x, array, i), n, lanes)
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, types.int64, value), codegen
+
+
+def _masked(b: Any, what: str, memory: Any, pointer: Any, n: Any, value: Any) -> Any:
+    """Load the first n lanes from the pointer, or store them there."""
+    name = {"float": "f32", "double": "f64", "i8": "i8"}[str(memory.element)]
+    align = ir.Constant(ir.IntType(32), {"f32": 4, "f64": 8, "i8": 1}[name])
+    parts = [pointer, align, _first(b, n)]
+    parts = [*parts, value] if what == "load" else [value, *parts]
+    result = memory if what == "load" else ir.VoidType()
+    function = ir.FunctionType(result, [p.type for p in parts])
+    name = f"llvm.masked.{what}.v{LANES}{name}.p0"
+    return b.call(cgutils.get_or_insert_function(b.module, function, name), parts)
 
 
 @intrinsic

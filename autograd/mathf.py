@@ -29,6 +29,7 @@ from .backend import array_module
 from .lanes import (
     INLINE,
     absolute,
+    attach,
     bits,
     copysign,
     element,
@@ -428,9 +429,7 @@ def sqrt(x):
     return array_module(x).sqrt(x)
 
 
-@overload(sqrt, jit_options=INLINE)
-def _sqrt(x):
-    return lambda x: square_root(x)
+attach(sqrt, 1, square_root.typed, types.VarArg(types.Any))
 
 
 def larger(x, y):
@@ -438,9 +437,7 @@ def larger(x, y):
     return array_module(x).maximum(x, y)
 
 
-@overload(larger, jit_options=INLINE)
-def _larger(x, y):
-    return lambda x, y: maximum(x, y)
+attach(larger, 2, maximum.typed, types.VarArg(types.Any))
 
 
 # --- on the host: tables and schedules, float64 -----------------------------------------------

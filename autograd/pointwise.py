@@ -23,7 +23,7 @@ from numba.extending import overload
 
 from . import buffers
 from .backend import FLOATS, Kernel, array_module, kernel
-from .lanes import INLINE, element, load, select, store
+from .lanes import INLINE, attach, element, load, load_part, store, store_part, typed_select
 from .launch import body
 
 CHUNK = 1 << 13  # elements per index: microseconds of work, whole pages of memory
@@ -50,9 +50,7 @@ def choose(condition, x, y):
     return array_module(condition).where(condition, x, y)
 
 
-@overload(choose, jit_options=INLINE)
-def _choose(condition, x, y):
-    return lambda condition, x, y: select(condition, x, y)
+attach(choose, 3, typed_select, types.VarArg(types.Any))
 
 
 def like(x, value):
@@ -60,11 +58,16 @@ def like(x, value):
     return x.dtype.type(value)
 
 
-@overload(like, jit_options=INLINE)
-def _like(x, value):
-    if element(x) == types.float32:
-        return lambda x, value: np.float32(value)
-    return lambda x, value: np.float64(value)
+def _typed_like(x: Any, value: Any) -> tuple:
+    out = element(x)
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return context.cast(b, args[1], sig.args[1], out)
+
+    return out(x, value), codegen
+
+
+attach(like, 2, _typed_like, types.VarArg(types.Any))
 
 
 def pointwise(fn: Callable | None = None, *, ufunc: Any = None) -> Any:
@@ -149,7 +152,7 @@ def _dtype(arrays: tuple) -> Any:
     return dtype
 
 
-# --- loops over one chunk, 16 elements at a time, one by one at the very end --------------------
+# --- loops over one chunk, 16 elements at a time, the last of the array in part -----------------
 
 
 def _one_to_one(fn: Callable) -> Any:
@@ -158,8 +161,10 @@ def _one_to_one(fn: Callable) -> Any:
         start, end = i * CHUNK, min((i + 1) * CHUNK, out.size)
         for n in range(start, end - 15, 16):
             store(out, n, fn(load(x, n)))
-        for n in range(end - end % 16, end):
-            out[n] = fn(x[n])
+        rest = end % 16
+        if rest:
+            n = end - rest
+            store_part(out, n, rest, fn(load_part(x, n, rest)))
 
     return run
 
@@ -170,8 +175,10 @@ def two_to_one(fn: Callable) -> Any:
         start, end = i * CHUNK, min((i + 1) * CHUNK, out.size)
         for n in range(start, end - 15, 16):
             store(out, n, fn(load(x, n), load(y, n)))
-        for n in range(end - end % 16, end):
-            out[n] = fn(x[n], y[n])
+        rest = end % 16
+        if rest:
+            n = end - rest
+            store_part(out, n, rest, fn(load_part(x, n, rest), load_part(y, n, rest)))
 
     return run
 
@@ -182,8 +189,11 @@ def _three_to_one(fn: Callable) -> Any:
         start, end = i * CHUNK, min((i + 1) * CHUNK, out.size)
         for n in range(start, end - 15, 16):
             store(out, n, fn(load(x, n), load(y, n), load(z, n)))
-        for n in range(end - end % 16, end):
-            out[n] = fn(x[n], y[n], z[n])
+        rest = end % 16
+        if rest:
+            n = end - rest
+            a, b, c = load_part(x, n, rest), load_part(y, n, rest), load_part(z, n, rest)
+            store_part(out, n, rest, fn(a, b, c))
 
     return run
 
@@ -193,11 +203,16 @@ def _three_to_two(fn: Callable) -> Any:
     def run(i, x, y, z, out, out2):
         start, end = i * CHUNK, min((i + 1) * CHUNK, out.size)
         for n in range(start, end - 15, 16):
-            a, b = fn(load(x, n), load(y, n), load(z, n))
-            store(out, n, a)
-            store(out2, n, b)
-        for n in range(end - end % 16, end):
-            out[n], out2[n] = fn(x[n], y[n], z[n])
+            p, q = fn(load(x, n), load(y, n), load(z, n))
+            store(out, n, p)
+            store(out2, n, q)
+        rest = end % 16
+        if rest:
+            n = end - rest
+            a, b, c = load_part(x, n, rest), load_part(y, n, rest), load_part(z, n, rest)
+            p, q = fn(a, b, c)
+            store_part(out, n, rest, p)
+            store_part(out2, n, rest, q)
 
     return run
 
