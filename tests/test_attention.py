@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 
 from afinar.autograd import Tensor, attention, launch
 from afinar.autograd import buffers as memory
+from afinar.autograd.ops.gemm import widen
+from afinar.autograd.ops.rounding import in_precision
+from afinar.autograd.precision import compute_in
 from afinar.autograd.random import make_key
 from afinar.autograd.testing import gradcheck, tolerance
 
@@ -226,6 +229,7 @@ def test_errors_say_what_was_given():
         ((q[..., :7], k, v), {}, ValueError, r"q \(2, 3, 4, 7\)"),
         ((q[:, :, :3], k, v), {}, ValueError, "3 query heads must be a multiple of the 2"),
         ((q, k.astype(np.float64), v), {}, TypeError, "float32, float64 and float32"),
+        ((q.astype(int), k.astype(int), v.astype(int)), {}, TypeError, "given int64"),
         ((q, k, v), {"segments": np.zeros((2, 3), int)}, ValueError, r"shape \(2, 5\)"),
         ((q, k, v), {"segments": np.zeros((2, 5))}, ValueError, "integers.*float64"),
         ((q, k[:, :2], v[:, :2]), {"segments": np.zeros((2, 2), int)}, ValueError, "3 queries"),
@@ -235,6 +239,28 @@ def test_errors_say_what_was_given():
     ):
         with pytest.raises(error, match=words):
             attention(*arrays, **options)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_16_bit_modes_round_what_goes_in_and_keep_it_so(mode):
+    q, k, v, g = draw_arrays(12, 2, 70, 70, 4, 2, 32, np.float32)
+    q[0, 0, 0, :3] = 1e-6, 3e-8, 0  # subnormal in float16
+    rounded = [widen(in_precision(x, mode)) for x in (q, k, v)]
+    assert not np.array_equal(rounded[0], q)
+    with compute_in(mode):
+        leaves = [Tensor(x, requires_grad=True) for x in (q, k, v)]
+        out = attention(*leaves)
+    cells = [c.cell_contents for c in out.node.vjp.__closure__]
+    assert all(a.itemsize == 2 for a in cells if isinstance(a, np.ndarray) and a.ndim == 4)
+    out.backward(g)
+    found = out.data, *(x.grad for x in leaves)
+    expected = ours(*rounded, g)
+    if launch.JIT:
+        assert np.array_equal(found[0], expected[0])
+        assert np.array_equal(found[3], expected[3])  # dv does not read out
+    assert_close(found[:1], expected[:1], np.float32)
+    for a, b in zip(found[1:], expected[1:], strict=True):  # they read out, which is rounded
+        assert np.abs(a - b).max() < 0.01 * np.abs(b).max()
 
 
 @pytest.mark.parity

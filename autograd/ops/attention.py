@@ -34,8 +34,9 @@ from __future__ import annotations
 import numpy as np
 
 from .. import buffers
-from ..backend import array_module, kernel
+from ..backend import FLOATS, array_module, kernel
 from ..launch import get_num_threads, strided
+from ..precision import compute_dtype
 from ..random import key_words
 from ..tape import op
 from . import attention_backward as backward
@@ -43,6 +44,8 @@ from . import attention_forward as forward
 from . import attention_plan as plan
 from . import attention_tiles as tiles
 from .dropout import drop_threshold, keep_mask, keep_scale
+from .gemm import widen
+from .rounding import in_precision
 
 
 @op
@@ -56,17 +59,22 @@ def attention(
     Query t sees key s iff s <= t + S - T (if causal), t + S - T - s < window, and both are of the
     same segment; segments (B, S) are those of the keys, the queries are its last T; a negative
     segment is padding. A query that sees nothing gives 0. scale is 1 / sqrt(D) if not given.
+    In a 16-bit mode q, k, v are rounded, and kept so with out for the backward pass; all sums are
+    float32.
     """
     _check(q, k, v, segments, window, dropout, key)
     if segments is not None:
         segments = np.array(segments, np.int64, order="C")  # a copy: backward reads it too
+    mode = compute_dtype()
     scale = q.dtype.type(q.shape[3] ** -0.5 if scale is None else scale)
     options = scale, bool(causal), segments, window, dropout, key
     if q.size == 0 or k.size == 0:
         xp = array_module(q)
         return xp.zeros_like(q), lambda g: tuple(xp.zeros_like(x) for x in (q, k, v))
+    q, k, v = (in_precision(x, mode) for x in (q, k, v))
     out, lse = attention_forward(q, k, v, *options)
-    return out, lambda g: attention_backward(g, q, k, v, out, lse, *options)
+    kept = in_precision(out, mode)
+    return out, lambda g: attention_backward(g, q, k, v, kept, lse, *options)
 
 
 def _check(q, k, v, segments, window, dropout, key):
@@ -83,9 +91,10 @@ def _check(q, k, v, segments, window, dropout, key):
         )
     if D == 0:
         raise ValueError("attention: heads of size 0 given, at least 1 needed")
-    if not q.dtype == k.dtype == v.dtype:
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in FLOATS):
         raise TypeError(
-            f"attention: q, k and v of one type needed, given {q.dtype}, {k.dtype} and {v.dtype}"
+            "attention: q, k and v all in float32 or float64 needed, given "
+            f"{q.dtype}, {k.dtype} and {v.dtype}"
         )
     if segments is not None:
         if np.shape(segments) != (B, S) or np.asarray(segments).dtype.kind not in "iu":
@@ -143,6 +152,7 @@ def _probabilities(q, k, scale, causal, segments, window):
 @kernel(strides=("q", "k", "v"))
 def attention_forward(q, k, v, scale, causal, segments, window, dropout, key):
     """The output, and the log-sum-exp of each query: (B, T, H, D), (B, H, T)."""
+    q, k, v = widen(q), widen(k), widen(v)
     p, lse = _probabilities(q, k, scale, causal, segments, window)
     if dropout:
         p = p * keep_mask(p.shape, dropout, key, q.dtype)
@@ -155,6 +165,7 @@ def attention_forward(q, k, v, scale, causal, segments, window, dropout, key):
 def attention_backward(g, q, k, v, out, lse, scale, causal, segments, window, dropout, key):
     # P = softmax(scale Q K^T), O = P V; dV = P^T g, dP = g V^T, dS = P (dP - rowsum(g O)) scale
     xp = array_module(q)
+    q, k, v, out = widen(q), widen(k), widen(v), widen(out)
     B, _, H, D = q.shape
     S, G = k.shape[1:3]
     p, _ = _probabilities(q, k, scale, causal, segments, window)
@@ -178,7 +189,7 @@ def attention_forward_cpu(q, k, v, scale, causal, segments, window, dropout, key
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
     q, k, v = _filled(q), _filled(k), _filled(v)
-    wide = q.shape[3]
+    wide, dtype = q.shape[3], scale.dtype
     rows = plan.chunk_rows(wide)
     if segments is None:
         items, holes = plan.plain_forward(B, T, S, rows), False
@@ -188,11 +199,11 @@ def attention_forward_cpu(q, k, v, scale, causal, segments, window, dropout, key
     # Few queries: those of the heads that share their keys are rows of one block.
     parts = G if rows >= H // G * T else H
     new = buffers.empty if items[:, 2].sum() == B * T else buffers.zeros
-    out, lse = new((B, T, H, wide), q.dtype), new((B, H, T), q.dtype)
+    out, lse = new((B, T, H, wide), dtype), new((B, H, T), dtype)
     forward.attention_forward_cpu(
         len(items) * parts, items, parts, strided(q), strided(k), strided(v),
-        *_masks(segments, holes, causal, window), scale, *_rule(dropout, key, q.dtype),
-        tiles.blank(q.dtype), _workspace(forward.forward_size(rows, wide), q.dtype), strided(out),
+        *_masks(segments, holes, causal, window), scale, *_rule(dropout, key, dtype),
+        tiles.blank(dtype), _workspace(forward.forward_size(rows, wide), dtype), strided(out),
         lse,
     )  # fmt: skip
     return out if wide == D else np.ascontiguousarray(out[..., :D]), lse
@@ -203,7 +214,7 @@ def attention_backward_cpu(g, q, k, v, out, lse, scale, causal, segments, window
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
     g, q, k, v, out = _filled(g), _filled(q), _filled(k), _filled(v), _filled(out)
-    wide = q.shape[3]
+    wide, dtype = q.shape[3], scale.dtype
     rows = plan.chunk_rows(wide)
     _, _, *sight = _masks(None, False, causal, window)
     if segments is None:
@@ -215,15 +226,15 @@ def attention_backward_cpu(g, q, k, v, out, lse, scale, causal, segments, window
     together = 4 * get_num_threads() <= B * G and len(squares) == 1 and rows >= T
     parts = G if together else H
     new = buffers.empty if queries == B * T else buffers.zeros
-    dq = new((B, T, H, wide), q.dtype)
+    dq = new((B, T, H, wide), dtype)
     new = buffers.empty if keys == B * S and not holes else buffers.zeros
-    dk, dv = (new((B, S, parts, wide), q.dtype) for _ in range(2))
-    work = _workspace(backward.backward_size(rows, wide), q.dtype)
+    dk, dv = (new((B, S, parts, wide), dtype) for _ in range(2))
+    work = _workspace(backward.backward_size(rows, wide), dtype)
     for wave in squares:
         backward.attention_backward_cpu(
             len(wave) * parts, wave, parts, strided(g), strided(q), strided(k), strided(v),
             strided(out), lse, *_masks(segments, holes, causal, window), scale,
-            *_rule(dropout, key, q.dtype), tiles.blank(q.dtype), work, strided(dq), strided(dk),
+            *_rule(dropout, key, dtype), tiles.blank(dtype), work, strided(dq), strided(dk),
             strided(dv),
         )  # fmt: skip
     if parts != G:

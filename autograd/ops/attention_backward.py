@@ -83,9 +83,10 @@ def attention_backward_cpu(
 
         for k0 in range(k_low, k_high, TILE):
             nk = min(TILE, k_high - k0)
-            pack(k, b, k0, kv, nk, w, kt)
-            pack(v, b, k0, kv, nk, w, vt)
+            fetch(v, b, k0, kv, nk, one, w, ks)
+            pack(w, ks, vt, nk, D)
             fetch(k, b, k0, kv, nk, one, w, ks)
+            pack(w, ks, kt, nk, D)
             if holes:
                 find_live(segments, b, t0 + S - T, k0, nk, w, live)
             if new_keys:

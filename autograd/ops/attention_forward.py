@@ -42,7 +42,7 @@ def attention_forward_cpu(
     b, t0, n, first, end = (
         items[item, 0], items[item, 1], items[item, 2], items[item, 3], items[item, 4]
     )  # fmt: skip
-    heads, one, step, stride = H // parts, v.dtype.type(1), np.int64(1), np.int64(TILE)
+    heads, one, step, stride = H // parts, out.dtype.type(1), np.int64(1), np.int64(TILE)
     h0, kv = part * heads, part * heads // (H // G)
     rows = heads * n  # row r is query t0 + r % n of head h0 + r // n
     padded = (rows + STRIP - 1) // STRIP * STRIP
@@ -67,7 +67,8 @@ def attention_forward_cpu(
     start = first + (max(first, p0 - window + 1) - first) // TILE * TILE
     for k0 in range(start, min(end, p0 + n + reach), TILE):
         nk = min(TILE, end - k0)
-        pack(k, b, k0, kv, nk, w, kt)
+        fetch(k, b, k0, kv, nk, one, w, vs)
+        pack(w, vs, kt, nk, D)
         fetch(v, b, k0, kv, nk, one, w, vs)
         if holes:
             find_live(segments, b, p0, k0, nk, w, live)

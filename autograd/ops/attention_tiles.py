@@ -13,7 +13,7 @@ import functools
 import numpy as np
 
 from .. import tile as tiles
-from ..lanes import LANES, keep_first, less, load, select, store
+from ..lanes import LANES, keep_first, less, load, load_float, select, store
 from ..launch import VECTOR_WIDTH, device
 from .attention_plan import TILE
 from .dropout import keep_64
@@ -78,12 +78,12 @@ def _place(x, b, s, h):
 
 @device(forceinline=False)
 def fetch(x, b, s, h, n, factor, w, rows):
-    """w[rows] (n, D) = x[b, s : s + n, h] * factor"""
+    """w[rows] (n, D) = x[b, s : s + n, h] * factor, x of any float type, 16 bits too"""
     D = x.shape[3]
     for r in range(n):
         at, to = _place(x, b, s + r, h), rows + r * D
         for d in range(0, D, LANES):
-            store(w, to + d, load(x, at + d) * factor)
+            store(w, to + d, load_float(x, at + d) * factor)
 
 
 @device(forceinline=False)
@@ -113,19 +113,13 @@ def clear(w, start, n):
 
 
 @device(forceinline=False)
-def pack(x, b, s, h, n, w, xt):
-    """w[xt] (D, TILE) = x[b, s : s + n, h] transposed, filled up with 0"""
-    D, row = x.shape[3], x.strides[1] // x.itemsize
-    if n == TILE:
-        L = VECTOR_WIDTH * 4 // w.itemsize
-        for j in range(0, TILE, L):
-            for d in range(0, D, L):
-                at = _place(x, b, s + j, h) + d
-                tiles.transpose(x, at, row, w, xt + d * TILE + j, TILE)
-    else:
-        for d in range(D):
-            for j in range(TILE):
-                w[xt + d * TILE + j] = x[b, s + j, h, d] if j < n else 0
+def pack(w, x, xt, n, D):
+    """w[xt] (D, TILE) = w[x] (TILE, D) transposed; rows from n on become 0"""
+    clear(w, x + n * D, (TILE - n) * D)
+    L = VECTOR_WIDTH * 4 // w.itemsize
+    for j in range(0, TILE, L):
+        for d in range(0, D, L):
+            tiles.transpose(w, x + j * D + d, D, w, xt + d * TILE + j, TILE)
 
 
 # --- products ----------------------------------------------------------------------------------
