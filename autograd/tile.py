@@ -9,8 +9,10 @@ vector width decide which elements share an instruction, never what is computed.
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -23,6 +25,12 @@ from .launch import VECTOR_WIDTH
 # 16 that narrower machines have.
 ROWS, VECTORS = (12, 2) if VECTOR_WIDTH == 16 else (6, 2)
 
+# Whether the target of the compiled code multiplies pairs of bfloat16 in one instruction.
+_features = os.environ.get("NUMBA_CPU_FEATURES")
+PAIR_PRODUCTS = llvm.llvm_version_info >= (17, 0, 0) and bool(
+    "+avx512bf16" in _features if _features else llvm.get_host_cpu_features().get("avx512bf16")
+)
+
 # How a tile begins and ends.
 FRESH = 0  # chains start at +0, the result is stored
 CONTINUED = 1  # chains start at what c holds
@@ -31,13 +39,17 @@ ADDED = 2  # chains start at +0, their ends are added to what c holds
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
 
 
-def lanes(itemsize: int) -> int:
-    """How many elements of this size a vector holds: VECTOR_WIDTH of float32."""
-    return VECTOR_WIDTH * 4 // itemsize
+# Results of few columns take vectors half as long, of which AVX-512 machines may run two at once.
+NARROW = min(8, VECTOR_WIDTH)
+
+
+def lanes(itemsize: int, width: int = VECTOR_WIDTH) -> int:
+    """How many elements of this size a vector holds that takes `width` float32."""
+    return width * 4 // itemsize
 
 
 @functools.cache
-def tile(rows: int, vectors: int, skips: bool = False) -> Any:
+def tile(rows: int, vectors: int, width: int = VECTOR_WIDTH, skips: bool = False) -> Any:
     """A function for bodies that computes one tile of `rows` x `vectors * lanes` of c = a b.
 
         tile(a, ao, a_row, a_k,  b, bo, b_k,  c, co, c_row,  K, mode)
@@ -48,12 +60,15 @@ def tile(rows: int, vectors: int, skips: bool = False) -> Any:
     a, b, c are flat arrays of one type, float32 or float64; ao, bo, co offsets into them and the
     other numbers strides, all in elements; `mode` is FRESH, CONTINUED or ADDED. With `skips` an
     element of a whose bits are all ones leaves the sum untouched, whatever b holds.
+
+    If a and b are uint32, each element is a pair of bfloat16 numbers, two k in one (the lower half
+    comes first), and c is float32. The processor adds the upper product, then the lower one.
     """
 
     @intrinsic
     def compute(typingctx, a, ao, a_row, a_k, b, bo, b_k, c, co, c_row, K, mode):
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            _emit_tile(context, builder, sig.args, args, rows, vectors, skips)
+            _emit_tile(context, builder, sig.args, args, rows, vectors, width, skips)
             return context.get_dummy_value()
 
         ints = types.int64
@@ -63,13 +78,20 @@ def tile(rows: int, vectors: int, skips: bool = False) -> Any:
 
 
 def _emit_tile(
-    context: Any, b: Any, kinds: Any, args: Any, rows: int, vectors: int, skips: bool
+    context: Any,
+    b: Any,
+    kinds: Any,
+    args: Any,
+    rows: int,
+    vectors: int,
+    length: int,
+    skips: bool,
 ) -> None:
     _, ao, a_row, a_k, _, bo, b_k, _, co, c_row, K, mode = args
-    element = context.get_data_type(kinds[0].dtype)
-    width = lanes(kinds[0].dtype.bitwidth // 8)
-    vector = ir.VectorType(element, width)
-    fma = multiply_add(b, vector)
+    width = lanes(kinds[0].dtype.bitwidth // 8, length)
+    vector = ir.VectorType(context.get_data_type(kinds[7].dtype), width)
+    operand = ir.VectorType(context.get_data_type(kinds[0].dtype), width)
+    fma = multiply_add(b, vector) if operand == vector else _pair_products(b, vector)
 
     def start(n: int, offset: Any) -> Any:
         return b.gep(make_array(kinds[n])(context, b, args[n]).data, [offset])
@@ -92,18 +114,18 @@ def _emit_tile(
     three = b.mul(a_row, _i64(3))
     with cgutils.for_range(b, K) as loop:
         row = b.gep(bb, [b.mul(loop.index, b_k)])
-        right = [load(b, b.gep(row, [_i64(j * width)]), vector) for j in range(vectors)]
+        right = [load(b, b.gep(row, [_i64(j * width)]), operand) for j in range(vectors)]
         column = _opaque(b, b.gep(a, [b.mul(loop.index, a_k)]))
         for i in range(rows):
             if i and not i % 3:
                 column = _opaque(b, b.gep(column, [three]))
-            left = splat(b, b.load(b.gep(column, [b.mul(a_row, _i64(i % 3))])), vector)
+            left = splat(b, b.load(b.gep(column, [b.mul(a_row, _i64(i % 3))])), operand)
             if skips:
                 bits = b.bitcast(left, ir.VectorType(ir.IntType(8 * _align(vector)), width))
                 taken = b.icmp_signed("!=", bits, ir.Constant(bits.type, [-1] * width))
             for j in range(vectors):
                 before = b.load(sums[i][j])
-                after = b.call(fma, [left, right[j], before])
+                after = fma(left, right[j], before)
                 b.store(b.select(taken, after, before) if skips else after, sums[i][j])
     with b.if_else(b.icmp_signed("==", mode, _i64(ADDED))) as (added, stored):
         with added:
@@ -126,10 +148,33 @@ def _opaque(b: Any, value: Any) -> Any:
 
 
 def multiply_add(b: Any, vector: Any) -> Any:
-    """LLVM's fused multiply-add on vectors."""
+    """LLVM's fused multiply-add on vectors, as a function of three values."""
     letter = "f32" if isinstance(vector.element, ir.FloatType) else "f64"
     kind = ir.FunctionType(vector, [vector] * 3)
-    return cgutils.get_or_insert_function(b.module, kind, f"llvm.fma.v{vector.count}{letter}")
+    fma = cgutils.get_or_insert_function(b.module, kind, f"llvm.fma.v{vector.count}{letter}")
+    return lambda x, y, z: b.call(fma, [x, y, z])
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not spell."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+def _pair_products(b: Any, vector: Any) -> Any:
+    """z + x y for pairs of bfloat16, as one instruction of AVX512-BF16."""
+    pairs = ir.VectorType(_BFloat(), 2 * vector.count)
+    kind = ir.FunctionType(vector, [vector, pairs, pairs])
+    name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * vector.count}"
+    dot = cgutils.get_or_insert_function(b.module, kind, name)
+    return lambda x, y, z: b.call(dot, [z, b.bitcast(x, pairs), b.bitcast(y, pairs)])
 
 
 def splat(b: Any, scalar: Any, vector: Any) -> Any:
@@ -172,7 +217,10 @@ def transpose(typingctx, x, xo, x_row, out, o, o_row):
             for i in range(width):
                 if not i & size:
                     pair = rows[i], rows[i + size]
-                    rows[i], rows[i + size] = _shuffle(b, *pair, low), _shuffle(b, *pair, high)
+                    rows[i], rows[i + size] = (
+                        _shuffle(b, *pair, low),
+                        _shuffle(b, *pair, high),
+                    )
             size *= 2
         for j, row in enumerate(rows):
             store(b, row, b.gep(out, [b.add(o, b.mul(o_row, _i64(j)))]))

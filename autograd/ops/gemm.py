@@ -7,9 +7,9 @@ That order is part of the engine's promise. All else here only decides when an e
 - the result is cut into rectangles, one job each;
 - a job goes through k in blocks. A block of b (KC x wide) is packed in panels as wide as a
   register tile, so that the tile reads it in one stream; b^T is transposed in registers on the way;
-- for each TALL rows it packs a block of a, and lets a tile run over every pair of panels. Sums
-  gather in a scratch copy of the rectangle, which stays in the cache;
-- after the last block the finished sums are written out, together with bias and residual.
+- for a few rows of a at a time, a tile runs over all panels. It reads a where it lies, whatever
+  the strides. (Packing a as well, and gathering sums in a scratch, cost a tenth of the time.)
+- after the last block bias and residual are added to the finished sums.
 
 The scheme is Goto and van de Geijn 2008, doi:10.1145/1356052.1356053.
 """
@@ -20,16 +20,20 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numba import carray
 
-from ..backend import kernel
+from ..backend import array_module, kernel
 from ..buffers import empty
 from ..launch import body, device, get_num_threads
+from ..precision import is_deterministic
 from ..tile import (
     ADDED,
     FRESH,
+    NARROW,
+    PAIR_PRODUCTS,
     ROWS,
     VECTOR_WIDTH,
     VECTORS,
@@ -41,20 +45,15 @@ from ..tile import (
 )
 
 KC = 512  # part of the contract: k is summed in blocks of this length
-TALL = 96  # rows of a that are packed at once: 96 x 512 float32 are a fifth of a 1 MB cache
-A_ROW = KC + 16  # not a multiple of 4096 bytes, or all rows would want the same cache lines
-HUGE = 1 << 48
-
-# Kinds of elements.
-SAME, BFLOAT16, FLOAT16 = 0, 1, 2
 
 
 @kernel(strides=("a", "b"))
 def gemm(a, b, transpose_a, transpose_b, bias=None, residual=None, out=None):
     """op(a) @ op(b) over the last two axes, plus bias, plus residual.
 
-    Operands may be bits of bfloat16 (uint16) or float16 (int16); the result is then float32. It
-    goes into `out` if given, a contiguous array that may be the residual.
+    Operands may be bits of bfloat16 (uint16) or float16 (int16); the result is then float32. Two
+    bfloat16 operands are multiplied in the order of AVX512-BF16: of each two k the odd one first.
+    The result goes into `out` if given: a contiguous array, which may be the residual.
     """
     a, b = widen(a), widen(b)
     a = a.swapaxes(-1, -2) if transpose_a else a
@@ -68,6 +67,18 @@ def gemm(a, b, transpose_a, transpose_b, bias=None, residual=None, out=None):
     return out
 
 
+@kernel
+def gemm_codes(a, codes, scales, table, shape, transpose_b, bias=None):
+    """a @ op(b) for a matrix b of that shape held as 4-bit codes, unpacked as it is read.
+
+    Two codes make a byte, the first in the upper half; read row by row, 64 share a scale:
+    b = table[code] * scale.
+    """
+    b = table[array_module(a).stack([codes >> 4, codes & 15], axis=-1)].reshape(-1, BLOCK)
+    b = (b * scales[:, None]).reshape(-1)[: math.prod(shape)].reshape(shape)
+    return gemm(a, b, False, transpose_b, bias)
+
+
 def widen(x):
     """bfloat16 and float16 bits as float32; other arrays as they are."""
     if x.dtype == np.uint16:
@@ -77,272 +88,504 @@ def widen(x):
     return x
 
 
-# --- CPU -----------------------------------------------------------------------------------
+BLOCK = 64  # 4-bit codes that share a scale
+
+# --- CPU: which job does what --------------------------------------------------------------
+
+# How the elements of an operand become those that a tile multiplies.
+SAME = 0  # as they are
+BFLOAT16 = 1  # float32 with these upper halves
+FLOAT16 = 2
+PAIRS = 3  # two bfloat16, of neighbouring k, make one uint32
+SWAPPED = 4  # as PAIRS would be multiplied, one by one: neighbours change places, tiny ones are 0
+CODES = 5  # 4-bit codes
+
+TALL = 96  # rows of a that are packed at once, where they must be
+A_ROW = KC + 16  # not a multiple of 4096 bytes, or all rows would want the same cache lines
+HUGE = 1 << 48
+
+
+class Operand(NamedTuple):
+    """A matrix in memory: elements between rows, their kind, the length of k (for PAIRS)."""
+
+    address: int
+    row: int
+    kind: int
+    length: int
+    scales: int
+    table: int
 
 
 @gemm.cpu
 def gemm_cpu(a, b, transpose_a, transpose_b, bias=None, residual=None, out=None):
     dtype = np.result_type(*(x.dtype for x in (a, b) if x.itemsize > 2), np.float32)
-    a, b, bias, residual = (_in_type(x, dtype) for x in (a, b, bias, residual))
+    a, b, bias, residual = (_operand(x, dtype) for x in (a, b, bias, residual))
     lead = None
     if b.ndim == 2 and a.ndim > 2 and not transpose_a:
-        lead = a.shape[:-1]
-        a = a.reshape(math.prod(lead), a.shape[-1])  # leading axes are more rows
+        lead = a.shape[:-1]  # leading axes are more rows
+        a = a.reshape(math.prod(lead), a.shape[-1])
+    kinds = (np.uint16, np.uint16) == (a.dtype, b.dtype)
+    if not kinds:
+        a_side, b_side = _side(a), _side(b)
+    elif PAIR_PRODUCTS and not is_deterministic():
+        a_side, b_side = _pairs(a, transpose_a), _pairs(b, not transpose_b)
+    else:
+        a_side, b_side = _side(a, SWAPPED), _side(b, SWAPPED)
     K, M = a.shape[-2:] if transpose_a else a.shape[:-3:-1]
     N = b.shape[-2] if transpose_b else b.shape[-1]
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if a.ndim + b.ndim > 4 else ()
     out = empty((*batch, M, N), dtype) if out is None else out
-    if out.size:
-        offsets = _offsets(a, b, batch)
-        threads = get_num_threads()
-        tall, wide = _cut(len(offsets), M, N, threads, lanes(out.itemsize) * VECTORS)
-        jobs = len(offsets) * -(-M // tall) * -(-N // wide)
-        work = empty((min(threads, jobs), _work_size(tall, wide)), dtype)
-        _gemm_job(
-            jobs, *_place(a), transpose_a, *_place(b), transpose_b, offsets,
-            out, _place(bias)[0], _place(residual)[0], M, N, K, tall, wide, work,
-        )  # fmt: skip
+    offsets = _offsets(a, a_side, b, b_side, batch) if batch else (0, 0)
+    _launch(a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bias, residual)
     return out if lead is None else out.reshape(*lead, N)
 
 
-def _in_type(x, dtype):
+@gemm_codes.cpu
+def gemm_codes_cpu(a, codes, scales, table, shape, transpose_b, bias=None):
+    N, K = shape if transpose_b else shape[::-1]
+    out = empty((len(a), N), np.float32)
+    side = (_address(codes), shape[1], CODES, 1, _address(scales), _address(table))
+    _launch(_side(a), side, False, transpose_b, (0, 0), len(a), N, K, out, bias, None)
+    return out
+
+
+def _operand(x, dtype):
     if x is None:
         return None
-    if min(x.strides) < 0:  # bodies count forwards only
+    if x.ndim and min(x.strides) < 0:  # bodies count forwards only
         x = np.ascontiguousarray(x)
-    return (
-        x
-        if x.dtype == dtype or (x.itemsize == 2 and dtype == np.float32)
-        else widen(x).astype(dtype)
-    )
+    if x.dtype == dtype or (x.itemsize == 2 and dtype == np.float32):
+        return x
+    return widen(x).astype(dtype)
 
 
 _KINDS = {"f": SAME, "d": SAME, "H": BFLOAT16, "h": FLOAT16}
 
 
-def _place(x):
-    """Where an operand lies, its stride between rows, and its kind."""
-    if x is None:
-        return 0, 0, SAME
-    row = x.strides[-2] // x.itemsize if x.ndim > 1 else 0
-    return x.__array_interface__["data"][0], row, _KINDS[x.dtype.char]
+def _side(x, kind=None):
+    """What a job needs to know of an operand: its `Operand` but for the length, and its unit."""
+    kind = _KINDS[x.dtype.char] if kind is None else kind
+    return _address(x), x.strides[-2] // x.itemsize, kind, 1, 0, 0
 
 
-_NO_OFFSETS = np.zeros((1, 2), np.int64)
+def _pairs(x, across):
+    """The same for bfloat16 numbers that are multiplied in pairs.
+
+    Where k runs along the rows, a row of an even length already is a row of pairs.
+    """
+    address, row = _address(x), x.strides[-2] // 2
+    if across or x.shape[-1] % 2 or address % 4 or any(s % 4 for s in x.strides[:-1]):
+        return address, row, PAIRS, 1, 0, 0
+    return address, row // 2, SAME, 2, 0, 0
 
 
-def _offsets(a, b, batch):
-    """For each product of a batch, where its a and b begin."""
-    if not batch:
-        return _NO_OFFSETS
+def _address(x):
+    return 0 if x is None else x.__array_interface__["data"][0]
+
+
+def _offsets(a, a_side, b, b_side, batch):
+    """For each product of a batch, where its a and b begin: a, b, a, b, ..."""
     offsets = np.empty((*batch, 2), np.int64)
-    for n, x in enumerate((a, b)):
+    for n, (x, side) in enumerate(((a, a_side), (b, b_side))):
         at = np.zeros((), np.int64)
         lead = len(batch) - (x.ndim - 2)
         for axis, size in enumerate(batch):
             step = 0
             if axis >= lead and x.shape[axis - lead] > 1:
-                step = x.strides[axis - lead] // x.itemsize
+                step = x.strides[axis - lead] // x.itemsize // side[3]
             at = at[..., None] + np.arange(size) * step
         offsets[..., n] = at
-    return offsets.reshape(-1, 2)
+    return offsets.reshape(-1).tolist()
+
+
+def _launch(a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bias, residual):
+    if not out.size:
+        return
+    paired = 1
+    if a_side[2] == PAIRS or b_side[2] == PAIRS or a_side[3] == 2:
+        paired = 2
+    threads = get_num_threads()
+    batch = len(offsets) // 2
+    tall, wide, panel = _cut(batch, M, N, threads, out.itemsize)
+    jobs = batch * -(-M // tall) * -(-N // wide)
+    size = TALL * A_ROW + wide * KC + VECTOR_WIDTH * A_ROW + tall * panel
+    work = empty((min(threads, jobs), size), np.uint32 if paired == 2 else out.dtype)
+    plan = (
+        M, N, -(-K // paired), KC // paired, tall, wide, panel, transpose_a, transpose_b,
+        _address(bias), _address(residual), K, *a_side, *b_side, *offsets,
+    )  # fmt: skip
+    _gemm_job(jobs, np.array(plan, np.int64), work, out.reshape(-1))
 
 
 @functools.lru_cache(4096)
-def _cut(batch, M, N, threads, panel):
-    """Rows and columns of the rectangles that the result is cut into.
+def _cut(batch, M, N, threads, itemsize):
+    """Rows and columns of the rectangles that the result is cut into, and columns of a tile.
 
-    The estimate per unit of k: a vector per row and lane, and the packing of a and b.
+    The estimate per unit of k: a vector per row and lane, and the packing of b.
     """
+    narrow = lanes(itemsize, NARROW)
+    panel = narrow if 2 * narrow >= N else VECTORS * lanes(itemsize)
     best = None
     for columns in range(-(-N // 384), -(-N // 384) + threads):
         wide = -(-N // (columns * panel)) * panel
         for rows in range(-(-M // 768), -(-M // 768) + threads):
             tall = -(-M // (rows * ROWS)) * ROWS
             jobs = batch * -(-M // tall) * -(-N // wide)
-            time = -(-jobs // threads) * (tall * wide + 6 * wide + 3 * tall)
+            time = -(-jobs // threads) * (tall * wide + 6 * wide + tall)
             if best is None or time < best[0]:
-                best = time, tall, wide
+                best = time, tall, wide, panel
     return best[1:]
 
 
-def _work_size(tall, wide):
-    return TALL * A_ROW + (wide + 64) * KC + tall * wide + VECTOR_WIDTH * A_ROW
-
-
-_tile, _tile4, _tile1 = (tile(rows, VECTORS) for rows in (ROWS, ROWS // 3, 1))
+# --- CPU: one job --------------------------------------------------------------------------
 
 
 @body
-def _gemm_job(
-    i, thread, a, a_row, a_kind, ta, b, b_row, b_kind, tb, offsets, out, bias, residual,
-    M, N, K, tall, wide, work,
-):  # fmt: skip
-    work = work[thread]
+def _gemm_job(i, thread, plan, work, out):
+    M, N, K, block, tall, wide, panel = (
+        plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plan[6]
+    )  # fmt: skip
+    ta, tb, bias, residual, length = plan[7], plan[8], plan[9], plan[10], plan[11]
+    a = Operand(plan[12], plan[13], plan[14], length, plan[16], plan[17])
+    b = Operand(plan[18], plan[19], plan[20], length, plan[22], plan[23])
     vector = VECTOR_WIDTH * 4 // work.itemsize
-    panel = vector * VECTORS
+    pa = work[thread, : TALL * A_ROW]
+    pb = work[thread, TALL * A_ROW : TALL * A_ROW + wide * KC]
+    stage = work[thread, TALL * A_ROW + wide * KC :]
+    edge = work[thread, TALL * A_ROW + wide * KC + VECTOR_WIDTH * A_ROW :].view(out.dtype)
     down, across = -(-M // tall), -(-N // wide)
     n, i = i // (down * across), i % (down * across)
     m0, n0 = i // across * tall, i % across * wide
     tall, wide = min(tall, M - m0), min(wide, N - n0)
-    width = -(-wide // panel) * panel
-    pa = work[: TALL * A_ROW]
-    c = work[TALL * A_ROW : TALL * A_ROW + tall * width]
-    pb = work[TALL * A_ROW + tall * width :]
-    stage = pb[width * KC :]
-    for k0 in range(0, max(K, 1), KC):  # a sum of nothing is a block too: zeros
-        kc = min(KC, K - k0)
+    a_at, b_at = plan[24 + 2 * n], plan[25 + 2 * n]
+    first = (n * M + m0) * N + n0
+
+    x, y = (
+        carray(pointer(a.address), HUGE, work.dtype),
+        carray(pointer(b.address), HUGE, work.dtype),
+    )
+    # Rows a multiple of 4096 bytes apart would all want the same lines of the cache.
+    loose_a = a.kind == SAME and a.row * work.itemsize % 4096 != 0
+    # For few rows packing b would cost more than it brings.
+    full = wide // panel * panel
+    loose = full if b.kind == SAME and not tb and tall <= 2 * ROWS else 0
+
+    for k0 in range(0, max(K, 1), block):  # a sum of nothing is a block too: zeros
+        kc = min(block, K - k0)
         kp = -(-kc // vector) * vector
-        _pack_b(b, b_kind, offsets[n, 1], b_row, tb, k0, kc, n0, wide, pb, stage)
+        mode = FRESH if k0 == 0 else ADDED
+        if loose < wide:
+            _pack_b(b, b_at, tb, k0, kc, n0 + loose, wide - loose, panel, pb, stage)
         for m in range(0, tall, TALL):
             mc = min(TALL, tall - m)
-            _pack_a(a, a_kind, offsets[n, 0], a_row, ta, k0, kc, m0 + m, mc, pa, stage)
-            mode = FRESH if k0 == 0 else ADDED
-            for j in range(0, wide, panel):
-                r = 0
-                while r + ROWS <= mc:
-                    _tile(
-                        pa,
-                        r * A_ROW,
-                        A_ROW,
-                        1,
-                        pb,
-                        j * kp,
-                        panel,
-                        c,
-                        (m + r) * width + j,
-                        width,
-                        kc,
-                        mode,
-                    )
-                    r += ROWS
-                while r + ROWS // 3 <= mc:
-                    _tile4(
-                        pa,
-                        r * A_ROW,
-                        A_ROW,
-                        1,
-                        pb,
-                        j * kp,
-                        panel,
-                        c,
-                        (m + r) * width + j,
-                        width,
-                        kc,
-                        mode,
-                    )
-                    r += ROWS // 3
-                while r < mc:
-                    _tile1(
-                        pa,
-                        r * A_ROW,
-                        A_ROW,
-                        1,
-                        pb,
-                        j * kp,
-                        panel,
-                        c,
-                        (m + r) * width + j,
-                        width,
-                        kc,
-                        mode,
-                    )
-                    r += 1
+            if loose_a:
+                if ta:
+                    xs, at, row, step = x, a_at + k0 * a.row + m0 + m, 1, a.row
+                else:
+                    xs, at, row, step = x, a_at + (m0 + m) * a.row + k0, a.row, 1
+            else:
+                _pack_a(a, a_at, ta, k0, kc, m0 + m, mc, pa, stage)
+                xs, at, row, step = pa, 0, A_ROW, 1
+            r = 0
+            while r < mc:
+                rows = ROWS if r + ROWS <= mc else ROWS // 3 if r + ROWS // 3 <= mc else 1
+                xr, to = at + r * row, first + (m + r) * N
+                if loose:
+                    ys, y_at = y, b_at + k0 * b.row + n0
+                    _strip(
+                        rows, xs, xr, row, step, ys, y_at, panel, b.row, loose // panel, panel,
+                        out, to, N, kc, mode,
+                    )  # fmt: skip
+                if loose < full:
+                    _strip(
+                        rows, xs, xr, row, step, pb, 0, kp * panel, panel,
+                        (full - loose) // panel, panel, out, to + loose, N, kc, mode,
+                    )  # fmt: skip
+                if full < wide:
+                    _strip(
+                        rows, xs, xr, row, step, pb, (full - loose) * kp, 0, panel, 1, panel,
+                        edge, (m + r) * panel, panel, kc, mode,
+                    )  # fmt: skip
+                r += rows
+
     for r in range(tall):
-        _finish(c, r * width, wide, out, bias, residual, (n * M + m0 + r) * N, n0)
+        for j in range(full, wide):
+            out[first + r * N + j] = edge[r * panel + j - full]
+        if bias or residual:
+            _finish(out, first + r * N, wide, n0, bias, residual)
+
+
+_tile, _tile_less, _tile_one = (tile(rows, VECTORS) for rows in (ROWS, ROWS // 3, 1))
+_narrow, _narrow_less, _narrow_one = (tile(rows, 1, NARROW) for rows in (ROWS, ROWS // 3, 1))
 
 
 @device(forceinline=False)
-def _finish(c, start, wide, out, bias, residual, row, n0):
-    """Write one row of finished sums: residual + (sum + bias)."""
-    c = c[start : start + wide]
-    o = out.reshape(-1)[row + n0 : row + n0 + wide]
+def _strip(rows, x, at, row, step, y, y_at, y_j, y_k, panels, panel, out, o, o_row, kc, mode):
+    """The tiles of a few rows, over all panels."""
+    if panel < VECTORS * (VECTOR_WIDTH * 4 // x.itemsize):
+        for j in range(panels):
+            if rows == ROWS:
+                _narrow(
+                    x,
+                    at,
+                    row,
+                    step,
+                    y,
+                    y_at + j * y_j,
+                    y_k,
+                    out,
+                    o + j * panel,
+                    o_row,
+                    kc,
+                    mode,
+                )
+            elif rows == ROWS // 3:
+                _narrow_less(
+                    x,
+                    at,
+                    row,
+                    step,
+                    y,
+                    y_at + j * y_j,
+                    y_k,
+                    out,
+                    o + j * panel,
+                    o_row,
+                    kc,
+                    mode,
+                )
+            else:
+                _narrow_one(
+                    x,
+                    at,
+                    row,
+                    step,
+                    y,
+                    y_at + j * y_j,
+                    y_k,
+                    out,
+                    o + j * panel,
+                    o_row,
+                    kc,
+                    mode,
+                )
+    else:
+        for j in range(panels):
+            if rows == ROWS:
+                _tile(
+                    x,
+                    at,
+                    row,
+                    step,
+                    y,
+                    y_at + j * y_j,
+                    y_k,
+                    out,
+                    o + j * panel,
+                    o_row,
+                    kc,
+                    mode,
+                )
+            elif rows == ROWS // 3:
+                _tile_less(
+                    x,
+                    at,
+                    row,
+                    step,
+                    y,
+                    y_at + j * y_j,
+                    y_k,
+                    out,
+                    o + j * panel,
+                    o_row,
+                    kc,
+                    mode,
+                )
+            else:
+                _tile_one(
+                    x,
+                    at,
+                    row,
+                    step,
+                    y,
+                    y_at + j * y_j,
+                    y_k,
+                    out,
+                    o + j * panel,
+                    o_row,
+                    kc,
+                    mode,
+                )
+
+
+@device(forceinline=False)
+def _finish(out, o, wide, n0, bias, residual):
+    """One row of finished sums becomes residual + (sum + bias)."""
+    to = out[o : o + wide]
     if bias:
         extra = carray(pointer(bias), HUGE, out.dtype)[n0 : n0 + wide]
         for j in range(wide):
-            c[j] += extra[j]
+            to[j] += extra[j]
     if residual:
-        old = carray(pointer(residual), HUGE, out.dtype)[row + n0 : row + n0 + wide]
+        old = carray(pointer(residual), HUGE, out.dtype)[o : o + wide]
         for j in range(wide):
-            o[j] = old[j] + c[j]
-    else:
-        for j in range(wide):
-            o[j] = c[j]
+            to[j] = old[j] + to[j]
+
+
+# --- CPU: packing --------------------------------------------------------------------------
 
 
 @device(forceinline=False)
-def _pack_b(b, kind, offset, b_row, tb, k0, kc, n0, wide, pb, stage):
+def _pack_b(b, base, tb, k0, kc, n0, wide, panel, pb, stage):
+    """Columns n0 ... of b in panels: pb[panel][k][column in the panel]."""
     vector = VECTOR_WIDTH * 4 // pb.itemsize
-    panel = vector * VECTORS
     kp = -(-kc // vector) * vector
-    if tb:
+    x = carray(pointer(b.address), HUGE, pb.dtype)
+    if tb and panel < vector * VECTORS:
+        for j in range(wide):
+            _along(b, base + (n0 + j) * b.row, k0, kc, stage, 0)
+            o = j // panel * panel * kp + j % panel
+            for k in range(kc):
+                pb[o + k * panel] = stage[k]
+    elif tb:
         for j in range(0, wide, vector):
             o = j // panel * panel * kp + j % panel
-            at = offset + (n0 + j) * b_row + k0
-            _transpose_rows(b, kind, at, b_row, min(vector, wide - j), kc, pb, o, panel, stage)
+            whole = 0
+            if b.kind == SAME and j + vector <= wide:
+                whole = kc // vector * vector
+                _turn(x, base + (n0 + j) * b.row + k0, b.row, whole, pb, o, panel)
+            if whole < kc:
+                for r in range(min(vector, wide - j)):
+                    _along(
+                        b,
+                        base + (n0 + j + r) * b.row,
+                        k0 + whole,
+                        kc - whole,
+                        stage,
+                        r * A_ROW,
+                    )
+                _turn(stage, 0, A_ROW, kc - whole, pb, o + whole * panel, panel)
     else:
-        x = carray(pointer(b), HUGE, pb.dtype)
-        full = wide // panel * panel
+        whole = wide // panel * panel if panel == vector * VECTORS else 0
         for k in range(kc):
-            at = offset + (k0 + k) * b_row + n0
-            if kind != SAME:
-                _widen(b, kind, at, wide, stage, 0)
+            at = base + (k0 + k) * b.row + n0
+            if b.kind != SAME:
+                _across(b, base, k0 + k, n0, wide, stage, 0)
                 x, at = stage, 0
-            for j in range(0, full, panel):
+            for j in range(0, whole, panel):
                 move_panel(x, at + j, pb, j * kp + k * panel)
-            for j in range(full, wide):
-                pb[full * kp + k * panel + j - full] = x[at + j]
+            for j in range(whole, wide):
+                pb[j // panel * panel * kp + k * panel + j % panel] = x[at + j]
 
 
 @device(forceinline=False)
-def _pack_a(a, kind, offset, a_row, ta, k0, kc, m0, mc, pa, stage):
-    if ta:
-        vector = VECTOR_WIDTH * 4 // pa.itemsize
-        for k in range(0, kc, vector):
-            at = offset + (k0 + k) * a_row + m0
-            _transpose_rows(a, kind, at, a_row, min(vector, kc - k), mc, pa, k, A_ROW, stage)
-    else:
+def _pack_a(a, base, ta, k0, kc, m0, mc, pa, stage):
+    """Rows m0 ... of a: pa[row][k]."""
+    if not ta:
         for r in range(mc):
-            _widen(a, kind, offset + (m0 + r) * a_row + k0, kc, pa, r * A_ROW)
+            _along(a, base + (m0 + r) * a.row, k0, kc, pa, r * A_ROW)
+        return
+    vector = VECTOR_WIDTH * 4 // pa.itemsize
+    x = carray(pointer(a.address), HUGE, pa.dtype)
+    for k in range(0, kc, vector):
+        whole = 0
+        if a.kind == SAME and k + vector <= kc:
+            whole = mc // vector * vector
+            _turn(x, base + (k0 + k) * a.row + m0, a.row, whole, pa, k, A_ROW)
+        if whole < mc:
+            for r in range(min(vector, kc - k)):
+                _across(a, base, k0 + k + r, m0 + whole, mc - whole, stage, r * A_ROW)
+            _turn(stage, 0, A_ROW, mc - whole, pa, k + whole * A_ROW, A_ROW)
 
 
 @device(forceinline=False)
-def _transpose_rows(x, kind, offset, x_row, rows, columns, out, o, o_row, stage):
-    """out[o + c o_row + r] = x[offset + r x_row + c], for at most a vector's length of rows.
+def _turn(x, at, x_row, columns, out, o, o_row):
+    """out[o + c o_row + r] = x[at + r x_row + c], for a vector's length of rows.
 
-    Rows and columns up to the next multiple of that length are written too, with anything.
+    Columns are filled up to a multiple of that length, with anything.
     """
     vector = VECTOR_WIDTH * 4 // out.itemsize
-    direct = columns // vector * vector if kind == SAME and rows == vector else 0
-    source = carray(pointer(x), HUGE, out.dtype)
-    for c in range(0, direct, vector):
-        transpose(source, offset + c, x_row, out, o + c * o_row, o_row)
-    if direct < columns:
-        for r in range(rows):
-            _widen(x, kind, offset + r * x_row + direct, columns - direct, stage, r * A_ROW)
-        for c in range(direct, columns, vector):
-            transpose(stage, c - direct, A_ROW, out, o + c * o_row, o_row)
+    for c in range(0, columns, vector):
+        transpose(x, at + c, x_row, out, o + c * o_row, o_row)
 
 
 @device(forceinline=False)
-def _widen(address, kind, offset, n, out, o):
-    """out[o : o + n] = the elements from `offset` on."""
-    if kind == SAME:
-        x = carray(pointer(address), HUGE, out.dtype)[offset : offset + n]
-        out = out[o : o + n]
+def _along(x, base, k, n, out, o):
+    """out[o : o + n] = elements k ... of the row that begins at `base`, where k runs along rows."""
+    to = out[o : o + n]
+    if x.kind == PAIRS:
+        halves = carray(pointer(x.address), HUGE, np.uint16)[base : base + x.length]
         for i in range(n):
-            out[i] = x[i]
+            low = 2 * (k + i)
+            high = np.uint32(halves[low + 1]) if low + 1 < x.length else np.uint32(0)
+            to[i] = np.uint32(halves[low]) | high << np.uint32(16)
+    elif x.kind == SWAPPED:
+        halves = carray(pointer(x.address), HUGE, np.uint16)[base : base + x.length]
+        bits = to.view(np.uint32)
+        for i in range(n):
+            other = (k + i) ^ 1
+            bits[i] = _flushed(halves[other if other < x.length else k + i])
     else:
-        bits = carray(pointer(address), HUGE, np.uint16)[offset : offset + n]
-        to = out.view(np.uint32)[o : o + n]
-        if kind == BFLOAT16:
+        _elements(x, base + k, n, out, o)
+
+
+@device(forceinline=False)
+def _across(x, base, k, j, n, out, o):
+    """out[o : o + n] = elements j ... of row k, where k counts the rows."""
+    to = out[o : o + n]
+    if x.kind == PAIRS:
+        at = base + 2 * k * x.row + j
+        low = carray(pointer(x.address), HUGE, np.uint16)[at : at + n]
+        if 2 * k + 1 < x.length:
+            high = carray(pointer(x.address), HUGE, np.uint16)[at + x.row : at + x.row + n]
             for i in range(n):
-                to[i] = np.uint32(bits[i]) << np.uint32(16)
+                to[i] = np.uint32(low[i]) | np.uint32(high[i]) << np.uint32(16)
+        else:
+            for i in range(n):
+                to[i] = np.uint32(low[i])
+    elif x.kind == SWAPPED:
+        at = base + (k ^ 1 if k ^ 1 < x.length else k) * x.row + j
+        halves = carray(pointer(x.address), HUGE, np.uint16)[at : at + n]
+        bits = to.view(np.uint32)
+        for i in range(n):
+            bits[i] = _flushed(halves[i])
+    else:
+        _elements(x, base + k * x.row + j, n, out, o)
+
+
+@device(forceinline=False)
+def _elements(x, at, n, out, o):
+    """out[o : o + n] = the elements from `at` on, made what a tile multiplies."""
+    to = out[o : o + n]
+    if x.kind == SAME:
+        source = carray(pointer(x.address), HUGE, out.dtype)[at : at + n]
+        for i in range(n):
+            to[i] = source[i]
+    elif x.kind == CODES:
+        codes = carray(pointer(x.address), HUGE, np.uint8)
+        scales = carray(pointer(x.scales), HUGE, np.float32)
+        table = carray(pointer(x.table), 16, np.float32)
+        for i in range(n):
+            code = codes[(at + i) >> 1] >> (4 * (1 - (at + i & 1))) & 15
+            to[i] = table[code] * scales[(at + i) // BLOCK]
+    else:
+        halves = carray(pointer(x.address), HUGE, np.uint16)[at : at + n]
+        bits = to.view(np.uint32)
+        if x.kind == BFLOAT16:
+            for i in range(n):
+                bits[i] = np.uint32(halves[i]) << np.uint32(16)
         else:  # a subnormal float16 is a multiple of 2**-24, and a normal float32
             for i in range(n):
-                out[o + i] = np.float32(np.int32(bits[i]) & 0x7FFF) * _TINY
+                to[i] = np.float32(np.int32(halves[i]) & 0x7FFF) * _TINY
             for i in range(n):
-                to[i] = _float16_bits(np.uint32(bits[i]), to[i])
+                bits[i] = _float16_bits(np.uint32(halves[i]), bits[i])
+
+
+@device
+def _flushed(half):
+    """A bfloat16 as float32 bits; a subnormal one counts as zero, as in AVX512-BF16."""
+    wide = np.uint32(half) << np.uint32(16)
+    return wide if half & np.uint16(0x7F80) else wide & np.uint32(0x80000000)
 
 
 @device

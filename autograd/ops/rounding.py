@@ -1,0 +1,86 @@
+"""float32 rounded to 16 bits, to the nearest, ties to even.
+
+bfloat16 is the upper half of a float32: uint16 holds its bits. IEEE float16 is held as int16.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..backend import array_module, kernel
+from ..buffers import empty
+from ..lanes import bits
+from ..launch import body
+
+BLOCK = 1 << 16
+
+
+def in_precision(x, name):
+    """float32 `x` in the 16 bits of "bf16" or "fp16"; in "fp32" it stays, as other arrays do."""
+    if name == "fp32" or x.dtype != np.float32:
+        return x
+    return round_bfloat16(x) if name == "bf16" else round_float16(x)
+
+
+@kernel
+def round_bfloat16(x):
+    """The bits of the bfloat16 numbers nearest to x."""
+    b = x.view(np.uint32)
+    # Half of the last place that stays, less one bit if that place is even: a tie rounds to even.
+    rounded = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+    is_nan = (b & 0x7FFFFFFF) > 0x7F800000  # rounding could carry a NaN into infinity
+    return array_module(x).where(is_nan, (b >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+@kernel
+def round_float16(x):
+    """The bits of the float16 numbers nearest to x: beyond 65520 infinity, subnormals kept."""
+    with np.errstate(over="ignore"):
+        return x.astype(np.float16).view(np.int16)
+
+
+# --- CPU -----------------------------------------------------------------------------------
+
+
+@round_bfloat16.cpu
+def round_bfloat16_cpu(x):
+    out = empty(x.shape, np.uint16)
+    _bfloat16(-(-x.size // BLOCK), x.reshape(-1).view(np.uint32), out.reshape(-1))
+    return out
+
+
+@round_float16.cpu
+def round_float16_cpu(x):
+    out = empty(x.shape, np.int16)
+    _float16(-(-x.size // BLOCK), x.reshape(-1), out.reshape(-1).view(np.uint16))
+    return out
+
+
+@body
+def _bfloat16(i, x, out):
+    x, out = x[i * BLOCK : (i + 1) * BLOCK], out[i * BLOCK : (i + 1) * BLOCK]
+    for j in range(len(x)):
+        b = x[j]
+        last = b >> np.uint32(16)
+        rounded = (b + np.uint32(0x7FFF) + (last & np.uint32(1))) >> np.uint32(16)
+        is_nan = (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        out[j] = np.uint16(last | np.uint32(0x40) if is_nan else rounded)
+
+
+@body
+def _float16(i, x, out):
+    x, out = x[i * BLOCK : (i + 1) * BLOCK], out[i * BLOCK : (i + 1) * BLOCK]
+    words = x.view(np.uint32)
+    for j in range(len(x)):
+        sign, b = words[j] >> np.uint32(16) & np.uint32(0x8000), words[j] & np.uint32(0x7FFFFFFF)
+        # Normal: the exponent moves by 112, 13 bits of the fraction are rounded off.
+        rest = b - np.uint32(112 << 23)
+        normal = (rest + np.uint32(0xFFF) + (rest >> np.uint32(13) & np.uint32(1))) >> np.uint32(13)
+        # Subnormal: a last place of 2**-24 is what 1/2 has, so adding 1/2 rounds it off.
+        tiny = np.uint32(bits(np.float32(abs(x[j]) + np.float32(0.5)))) - np.uint32(0x3F000000)
+        h = tiny if b < np.uint32(113 << 23) else normal
+        if b >= np.uint32(0x47800000):  # 65536 and more; numbers from 65520 on got here by rounding
+            h = np.uint32(0x7C00)
+        if b > np.uint32(0x7F800000):
+            h = np.uint32(0x7E00)
+        out[j] = np.uint16(sign | h)
