@@ -78,7 +78,7 @@ def test_a_merged_model_opens_in_transformers(base, data, tmp_path):
     transformers = pytest.importorskip("transformers")
     run, merged = tmp_path / "run", tmp_path / "merged"
     train = ["--model", base, "--data", data, "--lora", "qv", "--out", run, "--steps", "1"]
-    assert main(["train", *map(str, train), "--batch", "1", "--seq-len", "32"]) == 0
+    assert main(["train", *map(str, train), "--batch", "1", "--seq-len", "64"]) == 0
     args = ["--model", base, "--adapter", run, "--out", merged]
     assert main(["merge", *map(str, args)]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(merged)

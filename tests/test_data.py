@@ -9,6 +9,7 @@ from afinar.train.batch import IGNORED
 from afinar.train.data import load_data, read_documents, stdlib_files
 from afinar.train.sequences import PADDING, Packed, Windows
 from afinar.train.text import ByteTokenizer, Stream, load_tokenizer, one_bos
+from afinar.transformer import Transformer, TransformerConfig
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}"
@@ -305,3 +306,17 @@ def test_evaluation_rows_are_spread_over_all():
     rows = Windows(np.arange(101), 5)
     assert rows.in_order(3, 5) == [[0, 4, 8], [12, 16]]
     assert sum(map(len, rows.in_order(4))) == 20
+
+
+def test_a_packed_document_is_computed_as_if_alone():
+    model = Transformer(TransformerConfig.tiny(), seed=1)
+    rng = np.random.default_rng(2)
+    documents = [(rng.integers(0, 1000, n).tolist(), [True] * n) for n in (70, 9, 33, 80, 5)]
+    packed = Packed(documents, 128, seed=3)
+    assert sorted(len(row) for row in packed.rows) == [1, 4]
+    for n, members in enumerate(packed.rows):
+        batch = packed.stack([n])
+        logits = model(batch.inputs, segments=batch.segments).data[0]
+        for segment, d in enumerate(members):
+            alone = model(np.array(documents[d][0][:-1]))
+            np.testing.assert_array_equal(logits[batch.segments[0] == segment], alone.data)
