@@ -14,7 +14,20 @@ from afinar.train.cli import main
 from afinar.train.folder import RunFolder
 from afinar.train.run import OF_THE_MACHINE
 
-TOY = ["--preset", "tiny", "--batch", "2", "--seq-len", "16", "--steps", "6", "--warmup", "2"]
+TOY = [
+    "--preset",
+    "tiny",
+    "--lr",
+    "3e-3",
+    "--batch",
+    "2",
+    "--seq-len",
+    "16",
+    "--steps",
+    "6",
+    "--warmup",
+    "2",
+]
 TOY += ["--eval-every", "3", "--eval-rows", "2", "--digest-every", "2", "--snapshot-every", "3"]
 
 

@@ -11,7 +11,7 @@ from afinar.autograd import get_num_threads, set_num_threads
 from afinar.train import verify
 from afinar.train.cli import main
 
-TOY = ["--preset", "tiny", "--batch", "2", "--seq-len", "16", "--steps", "6"]
+TOY = ["--preset", "tiny", "--lr", "3e-3", "--batch", "2", "--seq-len", "16", "--steps", "6"]
 TOY += ["--eval-every", "3", "--eval-rows", "2", "--digest-every", "2", "--snapshot-every", "3"]
 
 

@@ -87,7 +87,7 @@ def build(settings: Settings) -> Run:
             f"the tokenizer has {tokenizer.vocab_size} ids, "
             f"the model's vocabulary only {model.config.vocab_size}"
         )
-    rows, batch = len(data.train), settings.batch or 1
+    rows, batch = len(data.train), settings.batch
     if rows < batch:
         raise ValueError(
             f"data: {data.source} makes {rows} sequences of {settings.seq_len} tokens, fewer than "
@@ -207,7 +207,7 @@ def steps(run: Run, stop: int) -> Iterator[dict[str, Any]]:
     while run.step < stop:
         seen, start = 0, time.perf_counter()
         for k in range(s.accumulate):
-            batch = run.data.train.batch(run.step * s.accumulate + k, cast(int, s.batch))
+            batch = run.data.train.batch(run.step * s.accumulate + k, s.batch)
             seen += batch.inputs.size
             trainer.train_batch(batch)
         window = trainer.last
@@ -249,7 +249,7 @@ def validate(run: Run) -> dict[str, float]:
     s, rows = run.settings, run.data.valid
     if rows is None:
         return {}
-    result = evaluate(run.model, rows, cast(int, s.batch), s.eval_rows)
+    result = evaluate(run.model, rows, s.batch, s.eval_rows)
     return {f"val_{name}": result[name] for name in ("loss", "accuracy")}
 
 

@@ -176,7 +176,7 @@ class Session:
         self.say(f"model: {count:,} parameters" + (f", from {s.model}" if s.model else ""))
         if lora_modules(run.model):
             self.say(trainable_line(run.model))
-        per_step = (s.batch or 1) * s.accumulate * s.seq_len
+        per_step = s.batch * s.accumulate * s.seq_len
         self.say(f"{s.steps} steps of {per_step:,} tokens into {self.folder.path}")
 
     def _keep(self, row: dict[str, Any], final: bool) -> None:

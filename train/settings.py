@@ -33,12 +33,12 @@ class Settings:
     )
     model: str | None = _flag(None, "start from the weights of this run or folder", "RUN_OR_FOLDER")
     preset: str | None = _flag(None, "a named model size, trained from scratch", "NAME")
-    steps: int | None = _flag(None, "optimizer steps (default: 600; 100 with --model)", "N")
-    batch: int | None = _flag(None, "sequences per micro-batch (default: 8; 4 with --model)", "N")
+    steps: int | None = _flag(None, "optimizer steps (default: 1200; 100 with --model)", "N")
+    batch: int = _flag(4, "sequences per micro-batch", "N")
     seq_len: int = _flag(256, "tokens per sequence", "N")
     accumulate: int = _flag(1, "micro-batches per optimizer step", "N")
     lr: float | None = _flag(
-        None, "peak learning rate (default: 3e-3; 2e-5 with --model, 5e-4 with --lora)", "X"
+        None, "peak learning rate (default: 4e-3; 2e-5 with --model, 5e-4 with --lora)", "X"
     )
     lr_schedule: str = _flag("cosine", "what follows the warmup", choices=("cosine", "constant"))
     min_lr_ratio: float = _flag(0.1, "where the cosine ends, as a part of --lr", "X")
@@ -80,9 +80,8 @@ class Settings:
             if getattr(s, name) is None:
                 setattr(s, name, value)
 
-        fill("steps", 100 if tuned else 600)
-        fill("batch", 4 if tuned else 8)
-        fill("lr", 5e-4 if s.lora else 2e-5 if tuned else 3e-3)
+        fill("steps", 100 if tuned else 1200)
+        fill("lr", 5e-4 if s.lora else 2e-5 if tuned else 4e-3)
         fill("weight_decay", 0.01 if tuned else 0.1)
         fill("eval_rows", 16 if tuned else 64)
         for name in ("steps", "batch", "seq_len", "accumulate", "lora_r", "eval_rows", "keep"):
