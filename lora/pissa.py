@@ -44,16 +44,29 @@ def _times(a: Any, b: Any) -> Any:
 
 
 def _orthonormal(x: Any) -> Any:
-    """The columns of x made orthonormal, one after the other, twice over against rounding."""
-    x = x.copy()
-    for n in range(x.shape[1]):
-        for _ in range(2):
-            if n:
-                before = x[:, :n]
-                x[:, n] -= _times(before, _times(before.T, x[:, n : n + 1]))[:, 0]
-        length = math.sqrt(_times(x[:, n : n + 1].T, x[:, n : n + 1])[0, 0])
-        x[:, n] = x[:, n] / length if length > 1e-300 else 0.0
+    """An orthonormal basis of the columns of x; zeros for columns that add nothing.
+
+    x^T x = L L^T, so the columns of x L^-T are orthonormal; done twice against rounding.
+    """
+    for _ in range(2):
+        x = _times(x, _inverse_factor(_times(x.T, x)).T)
     return x
+
+
+def _inverse_factor(g: Any) -> Any:
+    """L^-1 of the Cholesky factor of a symmetric matrix, with zeros where a pivot vanishes."""
+    g, inverse = g.copy(), np.eye(len(g))
+    smallest = 1e-13 * g.diagonal()
+    for n in range(len(g)):
+        if g[n, n] <= smallest[n]:
+            g[n:, n], inverse[n] = 0, 0
+            continue
+        pivot = math.sqrt(g[n, n])
+        column = g[n + 1 :, n] / pivot
+        inverse[n] /= pivot
+        inverse[n + 1 :] -= column[:, None] * inverse[n]
+        g[n + 1 :, n + 1 :] -= column[:, None] * column
+    return inverse
 
 
 def _jacobi(g: Any) -> tuple[Any, Any]:
