@@ -11,12 +11,14 @@ from ..buffers import empty, zeros
 from ..launch import body
 from ..mathf import exp, log
 from ..tape import op
+from .elementwise import add_arrays
 from .embedding import as_ids
 from .gemm import gemm
 from .reduce import add_chains, sum_axes, sum_chains, sum_in_blocks
 from .softmax import QUIET, row_exp, row_exp_sum, row_shift, rows_per_index
 
 TOKENS = 256  # per block of linear_cross_entropy; part of the contract
+SLICE = 2048  # classes whose gradients are added at once: a few MB, still in the cache when read
 
 
 @op
@@ -234,7 +236,7 @@ def linear_cross_entropy_rows_cpu(x, weight, labels, bias, ignore_index, scale, 
         if want_x:
             dx[rows] = gemm(logits, weight, False, False)
         if want_weight:
-            dweight = gemm(logits, xs, True, False, None, dweight, dweight)
+            dweight = _add_product(dweight, logits, xs)
         if want_bias:
             dbias = add_chains(sum_chains(logits[None]), dbias)  # (1, V)
         del logits  # its memory serves the next block
@@ -243,6 +245,16 @@ def linear_cross_entropy_rows_cpu(x, weight, labels, bias, ignore_index, scale, 
     if want_bias:
         dbias = zeros(bias.shape, bias.dtype) if dbias is None else dbias.reshape(V)
     return sum_in_blocks(losses), dx, dweight, dbias
+
+
+def _add_product(dweight, d, x):
+    """dweight + d^T x in its place; the product, as large as dweight, comes in slices."""
+    if dweight is None:
+        return gemm(d, x, True, False)
+    for v in range(0, len(dweight), SLICE):
+        part = dweight[v : v + SLICE]
+        add_arrays(part, gemm(d[:, v : v + SLICE], x, True, False), part)
+    return dweight
 
 
 def _block_losses(logits, targets, scale):
