@@ -60,6 +60,8 @@ class Kernel:
     or that are named `out`.
     """
 
+    __name__: str
+
     def __init__(self, reference: Callable, strides: tuple[str, ...] = ()):
         functools.update_wrapper(self, reference)
         self.reference = reference

@@ -15,9 +15,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import numba
 import numpy as np
-from numba import types
+from numba import carray, types  # pyright: ignore[reportPrivateImportUsage]
 from numba.extending import intrinsic
 
 from ..autograd import launch
@@ -190,8 +189,7 @@ def _update_all(updates: list[tuple]) -> None:
         _update_chunk(len(table), np.ascontiguousarray(table), constants)
 
 
-@intrinsic
-def _pointer(typingctx, address, like):
+def _as_pointer(typingctx, address, like):
     """An address as a pointer to numbers of the type in `like`."""
 
     def codegen(context, builder, signature, args):
@@ -200,13 +198,16 @@ def _pointer(typingctx, address, like):
     return types.CPointer(like.dtype)(types.int64, like), codegen
 
 
+_pointer: Any = intrinsic(_as_pointer)
+
+
 @body
 def _update_chunk(i, table, constants):
     n = table[i, 4]
-    p = numba.carray(_pointer(table[i, 0], constants), n)
-    g = numba.carray(_pointer(table[i, 1], constants), n)
-    m = numba.carray(_pointer(table[i, 2], constants), n)
-    v = numba.carray(_pointer(table[i, 3], constants), n)
+    p = carray(_pointer(table[i, 0], constants), n)
+    g = carray(_pointer(table[i, 1], constants), n)
+    m = carray(_pointer(table[i, 2], constants), n)
+    v = carray(_pointer(table[i, 3], constants), n)
     c = constants[table[i, 5]]
     scale, b1, a1, b2, a2, decay, step, k, eps = (
         c[0],

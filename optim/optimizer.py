@@ -24,7 +24,7 @@ class Optimizer:
     the optimizer's own; later steps write into it, unless a graph still needs it.
     """
 
-    def __init__(self, params: Iterable[Any], **defaults: float):
+    def __init__(self, params: Iterable[Any], **defaults: Any):
         self._check(defaults)
         given = list(params)
         if not given:

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import resource
+import threading
 import warnings
 
 import numpy as np
@@ -579,6 +581,56 @@ def test_unknown_settings_are_refused():
         config(learning_rate=1.0)
     with pytest.raises(TypeError):
         TransformerTrainConfig(small())
+
+
+def test_every_nth_window_is_profiled():
+    trainer = TransformerTrainer(config(profile_interval=2))
+    trainer.train_batch(batches(1)[0])
+    first = trainer.profile
+    assert first.keys() == {"forward", "backward", "optimizer"}
+    trainer.train_batch(batches(1)[0])
+    assert trainer.profile is first
+    trainer.train_batch(batches(1)[0])
+    assert trainer.profile is not first
+    assert all(seconds > 0 for seconds in trainer.profile.values())
+
+
+def test_concurrent_construction_keeps_seeds_apart():
+    alone = {seed: weights_sha256(TransformerTrainer(config(seed=seed)).model) for seed in range(6)}
+    found = {}
+
+    def build(seed):
+        found[seed] = weights_sha256(TransformerTrainer(config(seed=seed)).model)
+
+    threads = [threading.Thread(target=build, args=(seed,)) for seed in alone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == alone
+    assert len(set(alone.values())) == 6
+
+
+def test_training_turns_dropout_on_again():
+    trainer, other = TransformerTrainer(dropping()), TransformerTrainer(dropping())
+    trainer.model.eval()
+    assert trainer.train_batch(batches(1)[0]) == other.train_batch(batches(1)[0])
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_a_thousand_steps():
+    def resident():
+        with open("/proc/self/statm") as f:
+            return int(f.read().split()[1]) * resource.getpagesize()
+
+    trainer = TransformerTrainer(config(accumulation_steps=2))
+    many = batches(20, 4, 32)
+    for n in range(3200):
+        if n == 1200:
+            before = resident()
+        trainer.train_batch(many[n % 20])
+    assert trainer.step == 1600
+    assert resident() - before < 1e6
 
 
 # --- one sequence ---

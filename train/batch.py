@@ -127,8 +127,8 @@ class LMBatch:
 
     def rows(self, part: Any) -> LMBatch:
         """The rows `part` (a slice or indices) as a batch."""
-        pick = {name: None if (a := getattr(self, name)) is None else a[part] for name in _PARTS}
-        return LMBatch(**pick)
 
+        def pick(a: np.ndarray | None) -> Any:
+            return None if a is None else a[part]
 
-_PARTS = ("inputs", "targets", "lengths", "positions", "segments")
+        return LMBatch(*map(pick, vars(self).values()))

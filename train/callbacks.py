@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -150,7 +151,7 @@ class EarlyStopping(Callback):
 class SnapshotCallback(Callback):
     """Save a snapshot every `every` steps, at every best validation, and at the end."""
 
-    def __init__(self, folder: str | Path, every: int | None = None, keep: int = 3):
+    def __init__(self, folder: str | os.PathLike[str], every: int | None = None, keep: int = 3):
         self.folder, self.every, self.keep = Path(folder), every, keep
         self.best = math.inf
 

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ..autograd import PrecisionConfig, set_deterministic
 from ..optim.schedules import LinearWarmup, WarmupCosineDecay
@@ -112,6 +112,16 @@ class TransformerTrainConfig:
         self._check(name, getattr(self, name) in known, " or ".join(map(repr, known)))
 
     # --- questions ---
+
+    @property
+    def precision(self) -> PrecisionConfig:
+        """In what precision matrix products are computed, and how the loss is scaled."""
+        return cast(PrecisionConfig, self.precision_config)
+
+    @property
+    def checkpointing(self) -> CheckpointConfig:
+        """Which activations are kept."""
+        return cast(CheckpointConfig, self.checkpoint_config)
 
     @property
     def schedule(self) -> LinearWarmup | WarmupCosineDecay:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -61,11 +62,14 @@ class TransformerTrainer:
     `step` counts optimizer steps, `windows` attempts at one, `batches` the micro-batches taken.
     A window whose gradient is not finite, or in which no token counts, is dropped as a whole:
     `windows` advances, `step`, the optimizer and the schedule do not.
+
+    `profile` holds the seconds that the parts of the last profiled window took.
     """
 
     def __init__(self, config: TransformerTrainConfig):
         with lock_init_seed(config.seed):
-            make = Decoder if isinstance(config.model_config, DecoderConfig) else Transformer
+            decoder = isinstance(config.model_config, DecoderConfig)
+            make: type[Decoder | Transformer] = Decoder if decoder else Transformer
             self._build(config, make(config.model_config))
 
     @classmethod
@@ -83,8 +87,8 @@ class TransformerTrainer:
         if config.is_lora:
             apply_lora(model, _lora_config(config), seed=config.seed)
         layers = model.config.num_hidden_layers
-        if config.checkpoint_config.enabled:
-            model.checkpointing = config.checkpoint_config.starts(layers)
+        if config.checkpointing.enabled:
+            model.checkpointing = config.checkpointing.starts(layers)
         self.optimizer = AdamW(
             self._groups(),
             lr=config.lr,
@@ -92,13 +96,14 @@ class TransformerTrainer:
             weight_decay=config.weight_decay,
             form=config.adam_form,
         )
-        self.scaler = GradScaler.from_config(config.precision_config)
+        self.scaler = GradScaler.from_config(config.precision)
         self.schedule = config.schedule
         self.metrics = MetricsTracker()
         self.loss_fn = CausalLMLoss(model.config.vocab_size)
         self.step = self.windows = self.batches = 0
         self.overflows_in_a_row = 0
         self.last: StepRecord | None = None
+        self.profile: dict[str, float] = {}
         self._forget_window()
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -134,12 +139,12 @@ class TransformerTrainer:
     @property
     def is_mixed_precision(self) -> bool:
         """Whether matrix products are computed in 16 bits."""
-        return self.config.precision_config.is_mixed
+        return self.config.precision.is_mixed
 
     @property
     def is_checkpointing(self) -> bool:
         """Whether activations are computed twice."""
-        return self.config.checkpoint_config.enabled
+        return self.config.checkpointing.enabled
 
     @property
     def current_lr(self) -> float:
@@ -201,18 +206,22 @@ class TransformerTrainer:
             )
         targets, count = batch.targets_for(self._model)
         if self.accumulated_batches == 0:
+            self._model.train()
             self.optimizer.zero_grad()
+            if self._profiling:
+                self.profile = {}
             # Gradients of sums would overflow float16. A power of two near the size of the window
             # keeps them where those of means are, and changes no bit otherwise.
             size = batch.inputs.size * self.config.accumulation_steps
             self._unit = 2.0 ** -(size - 1).bit_length()
         total = 0.0
         if count:
-            with self._computing():
+            with self._timed("forward"), self._computing():
                 loss = self._model.loss(
                     batch.inputs, targets, batch.positions, batch.segments, reduction="sum"
                 )
-            loss.backward(np.asarray(self._unit * self.scaler.scale, loss.dtype))
+            with self._timed("backward"):
+                loss.backward(np.asarray(self._unit * self.scaler.scale, loss.dtype))
             total = loss.item()
         self._loss_sum += total
         self._tokens += count
@@ -225,11 +234,23 @@ class TransformerTrainer:
         """The precision and the dropout masks of the micro-batch that comes next."""
         config = self.config
         with (
-            compute_in(config.precision_config.precision),
+            compute_in(config.precision.precision),
             dropout_scope(config.seed, self.windows, self.accumulated_batches),
-            keep_results(*config.checkpoint_config.kept_kernels),
+            keep_results(*config.checkpointing.kept_kernels),
         ):
             yield
+
+    @property
+    def _profiling(self) -> bool:
+        interval = self.config.profile_interval
+        return interval > 0 and self.windows % interval == 0
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self._profiling:
+            self.profile[part] = self.profile.get(part, 0.0) + time.perf_counter() - start
 
     # --- one step ---
 
@@ -269,7 +290,8 @@ class TransformerTrainer:
         if self.step == 0:
             self._warn_of_idle()
         self.optimizer.lr = record.lr
-        self.optimizer.step(grad_scale=mean * clip)
+        with self._timed("optimizer"):
+            self.optimizer.step(grad_scale=mean * clip)
         self.scaler.update(True)
         self.overflows_in_a_row = 0
         self.step += 1
