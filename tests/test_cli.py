@@ -1,6 +1,7 @@
 """The `afinar` command, at toy size."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,7 +125,7 @@ def test_plain_lines_when_it_is_no_terminal(text, tmp_path, capsys):
     assert main(args) == 0
     out = capsys.readouterr().out
     assert "\r" not in out
-    assert "cores, " in out
+    assert "1 thread, vectors of " in out
     assert "threading layer" in out
     line = next(line for line in out.splitlines() if line.startswith("step 2/2"))
     for word in ("loss ", "val ", "lr ", "norm ", "tok/s", "ETA "):
@@ -287,6 +288,27 @@ def test_a_killed_run_loses_no_more_than_since_its_snapshot(text, tmp_path):
     assert main(["train", "--resume", str(out)]) == 0
     assert [row["step"] for row in RunFolder.open(out).metrics()] == list(range(1, 201))
     assert main(["verify", str(out), "--from", "199"]) == 2  # no snapshot there
+
+
+def test_a_damaged_snapshot_is_passed_over_and_said_so(run, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "snapshots" / "step-00000006" / "weights.safetensors").write_bytes(b"")
+    assert main(["train", "--resume", str(copy)]) == 0
+    out = capsys.readouterr().out
+    assert "weights.safetensors is not what was written" in out
+    assert "step-00000003 is used instead" in out
+    assert f"continuing {copy} after step 3 of 6" in out
+    assert (copy / "digests.json").read_bytes() == (run / "digests.json").read_bytes()
+    assert without_machine(RunFolder(copy).metrics()) == without_machine(RunFolder(run).metrics())
+
+
+def test_a_run_without_a_snapshot_starts_again(run, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "snapshots")
+    assert main(["train", "--resume", str(copy)]) == 0
+    assert (copy / "digests.json").read_bytes() == (run / "digests.json").read_bytes()
 
 
 def test_a_resumed_run_keeps_its_settings_and_data(run, text, tmp_path, capsys):

@@ -31,9 +31,13 @@ def environment() -> dict[str, Any]:
 def one_line(env: dict[str, Any]) -> str:
     """What a run prints at its start."""
     return (
-        f"{env['cpu']}: {env['cores']} cores, {env['threads']} threads, "
+        f"{env['cpu']}: {_count(env['cores'], 'core')}, {_count(env['threads'], 'thread')}, "
         f"vectors of {env['vector_width']} floats, threading layer {env['threading_layer']}"
     )
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" + ("s" if n != 1 else "")
 
 
 def cores() -> int:
