@@ -23,7 +23,7 @@ class _Applied:
     """What a model remembers about its adapters."""
 
     config: LoRAConfig
-    trainable: list[Tensor]  # what was trainable before
+    trainable: set[str]  # parameters that were trainable before
     saved: list[str]  # modules trained whole
     merged: Mapping[str, Module] = field(default_factory=dict)  # kept aside while merged
     model_config: Any = None  # before merging untied the head
@@ -46,7 +46,7 @@ def apply_lora(model: LanguageModel, config: LoRAConfig, seed: int | None = None
     targets = resolve_targets(model, config)
     saved = resolve_saved(model, config)
     _check_saved(model, saved)
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     vars(model)["_lora"] = _Applied(config, trainable, saved)
     for p in model.parameters():
         p.requires_grad = False
@@ -154,20 +154,16 @@ def merge_lora(model: LanguageModel, keep: bool = True) -> int:
     modules, applied = lora_modules(model), _applied(model)
     if not modules or applied is None:
         raise ValueError("merge_lora: model has no LoRA adapters")
-    for p in model.parameters():
-        p.requires_grad = False
-    for p in applied.trainable:
-        p.requires_grad = True
     applied.model_config = model.config
     kept = _folded(model)
     for name, layer in kept.items():
         plain = _plain(layer)
         plain.training = model.training
-        for p in plain.parameters():
-            p.requires_grad = True
         model.set_module(name, plain)
         if name == "lm_head":
             _untie_config(model)
+    for name, p in model.named_parameters():
+        p.requires_grad = name in applied.trainable or name.rpartition(".")[0] in kept
     if keep:
         applied.merged = kept
     else:

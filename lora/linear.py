@@ -127,7 +127,7 @@ class LoRALinear(Module):
             return add_slices(y, *deltas, slices=self.slices)
         base = self.base(d) if p else y
         if self.bias is not None:
-            base = base - self.bias
+            base = base - Tensor(widened(self.bias.data))
         for n, (start, stop) in enumerate(self.slices):
             # y + (m/n - 1) W d + (m/n) scale B A d
             ratio = self.m[n] / Tensor(row_norms(self._updated(n)))
@@ -221,10 +221,10 @@ def _add_columns(i, delta, start, out):
 
 
 def plain_linear(weight: Any, bias: Tensor | None) -> Linear:
-    """A Linear that owns `weight`, and shares the array of `bias`."""
+    """A Linear of float32 or float64 that owns `weight` and may share the array of `bias`."""
     layer = Linear.__new__(Linear)
     layer.weight = Tensor(weight)
-    layer.bias = None if bias is None else Tensor(bias.data)
+    layer.bias = None if bias is None else Tensor(widened(bias.data))
     return layer
 
 
@@ -249,10 +249,11 @@ def widened(array: Any) -> Any:
 
 
 def row_norms(weight: Any) -> Any:
-    """The Euclidean norm of each row.   (N, I) -> (N)"""
+    """The Euclidean norm of each row, at least 1e-8, since DoRA divides by it.   (N, I) -> (N)"""
     with no_grad():
         w = Tensor(weight)
-        return (w * w).sum(axis=1).sqrt().data
+        norms = (w * w).sum(axis=1).sqrt().data
+    return array_module(norms).maximum(norms, norms.dtype.type(1e-8))
 
 
 def _product(b: Any, a: Any, scale: float) -> Any:

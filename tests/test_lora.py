@@ -656,6 +656,14 @@ def test_dora_starts_as_the_identity_and_trains_its_magnitudes():
     assert all(m.grad.any() for _, a in lora_modules(model) for m in a.m)
 
 
+def test_dora_of_a_row_of_zeros_is_finite():
+    base = linear_layer(3, 4)
+    base.weight.data = np.zeros((3, 4), np.float32)
+    layer = LoRALinear(base, 2, 2, use_dora=True)
+    assert np.isfinite(layer.merged_weight()).all()
+    assert not layer.merged_weight().any()
+
+
 def test_trained_norms_travel_with_the_adapter(tmp_path):
     config = LoRAConfig(r=2, modules_to_save=("norms",))
     model = llama()
@@ -703,6 +711,17 @@ def test_nf4_hits_its_sixteen_values():
     assert np.array_equal(QuantizedLinear(w, None, "nf4").dequantized(), w)
 
 
+def test_a_4_bit_base_keeps_no_float32_copy():
+    import gc
+    import weakref
+
+    model = llama()
+    weights = [weakref.ref(m.weight.data) for _, m in model.named_modules() if type(m) is Linear]
+    apply_lora(model, LoRAConfig(r=2, quantize="int4"))
+    gc.collect()
+    assert sum(w() is not None for w in weights) == 1  # the head, which is the embedding too
+
+
 @pytest.mark.parametrize("kind", ["int4", "int4-double", "nf4"])
 @pytest.mark.parametrize("make", [decoder, llama])
 def test_a_4_bit_base_trains_merges_and_comes_back(kind, make):
@@ -728,19 +747,23 @@ def test_a_4_bit_base_trains_merges_and_comes_back(kind, make):
     assert np.array_equal(logits(model), adapted)
 
 
-def test_16_bit_bases_merge_into_float32():
-    model = llama()
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_16_bit_bases_merge_into_float32(use_dora):
+    model = llama(attention_bias=True)
+    rng = np.random.default_rng(0)
     for p in model.parameters():
         p.requires_grad = False
-        p.data = (p.data.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-    apply_lora(model, LoRAConfig(r=4, modules_to_save=("norms",)))
+        noisy = p.data + (0.1 * rng.standard_normal(p.shape)).astype(np.float32)
+        p.data = (noisy.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    apply_lora(model, LoRAConfig(r=4, modules_to_save=("norms",), use_dora=use_dora))
     assert all(p.dtype == np.float32 for p in adapter_params(model))
     model.loss(ids(), ids()).backward()
     disturb(model)
     adapted = logits(model)
     merge_lora(model)
-    assert model.model.layers[0].self_attn.q_proj.weight.dtype == np.float32
-    assert model.model.layers[0].self_attn.k_proj.weight.dtype == np.uint16
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.weight.dtype == attention.q_proj.bias.dtype == np.float32
+    assert attention.k_proj.weight.dtype == np.uint16
     assert np.abs(adapted - logits(model)).max() <= 1e-5 * np.abs(adapted).max()
 
 
