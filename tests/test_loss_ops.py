@@ -17,6 +17,8 @@ from afinar.autograd import (
 )
 from afinar.autograd.ops.gemm import gemm
 from afinar.autograd.ops.loss import cross_entropy_backward, cross_entropy_forward
+from afinar.autograd.precision import compute_in
+from afinar.autograd.tape import keep_results
 from afinar.autograd.testing import gradcheck, tolerance
 
 rng = np.random.default_rng(0)
@@ -201,6 +203,8 @@ def test_bad_shapes_are_named():
         )
     with pytest.raises(ValueError, match="given shapes \\(2, 3\\) and \\(3, 5\\)"):
         linear_cross_entropy(Tensor(np.zeros((2, 3))), Tensor(np.zeros((3, 5))), np.zeros(2, int))
+    with pytest.raises(TypeError, match="float32 or float64 needed, given uint16"):
+        cross_entropy(Tensor(np.zeros((2, 5), np.uint16)), np.zeros(2, int))
     with pytest.raises(ValueError, match=r"logits .* needed"):
         cross_entropy(Tensor(np.zeros((2, 0))), np.zeros(2, int))
 
@@ -275,6 +279,52 @@ def test_without_recording_only_the_loss_is_computed():
         )
     assert not quiet.requires_grad
     assert quiet.item() == loss
+
+
+def rounded(x, mode):
+    """x in the numbers of a 16-bit format, as float32."""
+    if mode == "fp16":
+        return x.astype(np.float16).astype(np.float32)
+    even = (x.view(np.uint32) >> 16) & 1
+    return ((x.view(np.uint32) + 0x7FFF + even) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_16_bit_modes_round_the_operands_and_nothing_else(mode):
+    x, weight, targets, bias = problem(300, 16, 50, np.float32)
+    with compute_in(mode):
+        loss, (dx, dweight, dbias) = fused(x, weight, targets, bias)
+    x16, w16 = rounded(x, mode).astype(np.float64), rounded(weight, mode).astype(np.float64)
+    value, d = exact(x16 @ w16.T + bias, targets)
+    assert abs(loss - value) <= tolerance(np.float32) * value
+    np.testing.assert_allclose(dbias, d.sum(axis=0), rtol=1e-4, atol=1e-6)
+    step = 2.0**-8 if mode == "bf16" else 2.0**-11  # of d, once
+    for got, expected, size in (
+        (dx, d @ w16, abs(d) @ abs(w16)),
+        (dweight, d.T @ x16, abs(d).T @ abs(x16)),
+    ):
+        assert (np.abs(got - expected) <= step * size + 1e-7).all()
+
+
+def test_float16_does_not_lose_gradients_to_the_count():
+    """Over 4096 tokens and 1000 classes d is 2.4e-7: of float16 two bits would be left."""
+    N, V = 4096, 1000
+    x, weight = np.ones((N, 1), np.float32), np.zeros((V, 1), np.float32)
+    targets = np.zeros(N, np.int64)
+    with compute_in("fp16"):
+        _, (_, dweight) = fused(x, weight, targets)
+    np.testing.assert_allclose(dweight[1:], 1 / V, rtol=2.0**-10)
+
+
+def test_logits_are_not_kept_by_a_checkpoint_that_keeps_products():
+    x, weight, targets, _ = problem(300, 8, 40, np.float32)
+    loss, grads = fused(x, weight, targets)
+    leaves = [Tensor(a, requires_grad=True) for a in (x, weight)]
+    with keep_results("gemm"):
+        again = checkpoint(lambda a, b: linear_cross_entropy(a * 1.0, b, targets), *leaves)
+    again.backward()
+    assert again.item() == loss
+    assert [a.grad.tobytes() for a in leaves] == [g.tobytes() for g in grads]
 
 
 def test_a_weight_of_bfloat16_bits():

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..backend import array_module, kernel
+from ..backend import FLOATS, array_module, keeping, kernel
 from ..buffers import empty, zeros
 from ..launch import body
 from ..mathf import exp, log
+from ..precision import compute_dtype
 from ..tape import op
 from .elementwise import add_arrays
 from .embedding import as_ids
 from .gemm import gemm
 from .reduce import add_chains, sum_axes, sum_chains, sum_in_blocks
+from .rounding import in_precision
 from .softmax import QUIET, row_exp, row_exp_sum, row_shift, rows_per_index
 
 TOKENS = 256  # per block of linear_cross_entropy; part of the contract
@@ -53,7 +55,8 @@ def linear_cross_entropy(
     x (..., C), weight (V, C), targets (...), bias (V) -> ()
 
     Goes through the tokens in blocks of exactly 256. Logits live for one block only, so the
-    gradients are made here too, in their place. The weight may be bits of bfloat16.
+    gradients are made here too, in their place. The weight may be bits of bfloat16. In a 16-bit
+    mode the operands of the products are rounded; logits and sums are float32.
     """
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -64,15 +67,17 @@ def linear_cross_entropy(
     if bias is not None and bias.shape != (V,):
         raise ValueError(f"linear_cross_entropy: a bias ({V},) needed, given shape {bias.shape}")
     labels, count = _labels("linear_cross_entropy", x, targets, V, ignore_index, reduction)
-    scale = x.dtype.type(1) / x.dtype.type(count)
-    total, *grads = linear_cross_entropy_rows(
-        x.reshape(len(labels), C), weight, labels, bias, ignore_index, scale, needs
-    )
-    # in a list: what a vjp captures is read-only, and these will be handed on
-    kept, shape = [grads], x.shape
+    mode, shape = compute_dtype(), x.shape
+    # float16 has no room for gradients divided by the count: they are when they leave
+    now, later = (1, count) if mode == "fp16" else (count, 1)
+    with keeping(None):  # logits are written over: nobody may keep them
+        total, *grads = linear_cross_entropy_rows(
+            x.reshape(len(labels), C), weight, labels, bias, ignore_index, now, mode, needs
+        )
+    kept = [grads]  # in a list: what a vjp captures is read-only, and these will be handed on
 
     def vjp(g):
-        dx, dweight, dbias = (None if d is None else scaled(d, g) for d in kept.pop())
+        dx, dweight, dbias = (None if d is None else scaled(d, g / later) for d in kept.pop())
         return None if dx is None else dx.reshape(shape), dweight, None, dbias
 
     return _loss(x, total, count), vjp
@@ -80,6 +85,8 @@ def linear_cross_entropy(
 
 def _labels(op_name, x, targets, V, ignore_index, reduction):
     """The targets as a row of int64, and what the sum of losses is divided by."""
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{op_name}: an input of float32 or float64 needed, given {x.dtype}")
     if reduction not in ("mean", "sum"):
         raise ValueError(f'{op_name}: reduction is "mean" or "sum", given {reduction!r}')
     labels = as_ids(op_name, "target", targets, V, ignored=ignore_index)
@@ -124,13 +131,13 @@ def cross_entropy_backward(g, rows, labels, stats, ignore_index):
 
 @kernel
 @QUIET
-def linear_cross_entropy_rows(x, weight, labels, bias, ignore_index, scale, needs):
-    """The summed loss (float64), and dx, dweight, dbias of scale times it where needed."""
-    xp = array_module(x)
+def linear_cross_entropy_rows(x, weight, labels, bias, ignore_index, count, mode, needs):
+    """The summed loss (float64), and dx, dweight, dbias of loss / count where needed."""
+    xp, scale = array_module(x), x.dtype.type(1) / x.dtype.type(count)
     dx = xp.zeros_like(x) if needs[0] else None
     dweight = xp.zeros_like(weight) if needs[1] else None
     dbias = xp.zeros_like(bias) if bias is not None and needs[3] else None
-    total = 0.0
+    x, weight, total = in_precision(x, mode), in_precision(weight, mode), 0.0
     for start in range(0, len(x), TOKENS):
         part = slice(start, start + TOKENS)
         logits = gemm(x[part], weight, False, True)
@@ -138,12 +145,13 @@ def linear_cross_entropy_rows(x, weight, labels, bias, ignore_index, scale, need
         loss, stats = cross_entropy_forward(logits, labels[part], ignore_index)
         total += loss
         d = cross_entropy_backward(scale, logits, labels[part], stats, ignore_index)
+        if dbias is not None:
+            dbias += sum_axes(d, (0,))
+        d = in_precision(d, mode)
         if dx is not None:
             dx[part] = gemm(d, weight, False, False)
         if dweight is not None:
             dweight += gemm(d, x[part], True, False)
-        if dbias is not None:
-            dbias += sum_axes(d, (0,))
     return total, dx, dweight, dbias
 
 
@@ -219,27 +227,31 @@ def both_cpu(i, rows, scale, out, labels, losses):
 
 
 @linear_cross_entropy_rows.cpu
-def linear_cross_entropy_rows_cpu(x, weight, labels, bias, ignore_index, scale, needs):
+def linear_cross_entropy_rows_cpu(x, weight, labels, bias, ignore_index, count, mode, needs):
     N, V = len(x), len(weight)
+    scale = x.dtype.type(1) / x.dtype.type(count) if any(needs) else None
     want_x, want_weight, want_bias = needs[0], needs[1], bias is not None and needs[3]
     dx = zeros(x.shape, x.dtype) if want_x else None
     dweight = dbias = None
     losses = np.zeros(N)
+    table = in_precision(weight, mode)
     for start in range(0, N, TOKENS):
         # Rows that do not count would add exactly 0 to every sum: they are left out
         rows = np.flatnonzero(labels[start : start + TOKENS] != ignore_index) + start
         if not len(rows):
             continue
-        xs, targets = x[rows], labels[rows]
-        logits = gemm(xs, weight, False, True, bias)  # (rows, V), soon their gradients
-        losses[rows] = _block_losses(logits, targets, scale if any(needs) else None)
-        if want_x:
-            dx[rows] = gemm(logits, weight, False, False)
-        if want_weight:
-            dweight = _add_product(dweight, logits, xs)
+        xs = in_precision(x[rows], mode)
+        d = gemm(xs, table, False, True, bias)  # (rows, V): logits, soon their gradients
+        losses[rows] = _block_losses(d, labels[rows], scale)
         if want_bias:
-            dbias = add_chains(sum_chains(logits[None]), dbias)  # (1, V)
-        del logits  # its memory serves the next block
+            dbias = add_chains(sum_chains(d[None]), dbias)  # (1, V)
+        if want_x or want_weight:
+            d = in_precision(d, mode)
+        if want_x:
+            dx[rows] = gemm(d, table, False, False)
+        if want_weight:
+            dweight = _add_product(dweight, d, xs)
+        del d  # its memory serves the next block
     if want_weight and dweight is None:
         dweight = zeros(weight.shape, weight.dtype)
     if want_bias:
