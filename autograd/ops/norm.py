@@ -13,7 +13,6 @@ from ..backend import array_module, kernel
 from ..buffers import empty
 from ..lanes import fma, keep_first, load, load_first, row_dot, row_sum, splat, store, tree_sum
 from ..launch import body, device
-from ..pointwise import scalar
 from ..tape import op
 from .embedding import widen
 from .reduce import CHAIN, add_chains
@@ -103,29 +102,25 @@ def _rows(name, x, *weights):
 # --- CPU -----------------------------------------------------------------------------------
 
 # Sums along a row in 16 lanes, products by fma. Weight gradients: chains of 64 rows from +0,
-# then the chains ascending. An index owns the rows of one chain.
-#
-# The statistics of GROUP rows come first, then their results: the sums of several rows overlap,
-# and the rows are still in the first-level cache when they are read again.
+# then the chains ascending; an index owns the rows of one chain.
 
-GROUP = 8
+BLOCK = 16  # rows per index of a forward pass
 
 
 @rms_norm_forward.cpu
 def rms_norm_forward_cpu(x, weight, eps):
     y, r = empty(x.shape, x.dtype), empty(len(x), x.dtype)
-    _rms_forward(-(-len(x) // GROUP), x, weight, x.dtype.type(eps), y, r)
+    _rms_forward(-(-len(x) // BLOCK), x, weight, x.dtype.type(eps), y, r)
     return y, r
 
 
 @body
 def _rms_forward(i, x, weight, eps, y, r):
-    (N, C), one = x.shape, x.dtype.type(1)
-    rows = range(i * GROUP, min((i + 1) * GROUP, N))
-    for n in rows:
-        r[n] = one / mathf.sqrt(row_dot(x[n], x[n]) / x.dtype.type(C) + eps)
-    for n in rows:
-        row, to, scale = x[n], y[n], r[n]
+    N, C = x.shape
+    for n in range(i * BLOCK, min((i + 1) * BLOCK, N)):
+        row, to = x[n], y[n]
+        scale = x.dtype.type(1) / mathf.sqrt(row_dot(row, row) / x.dtype.type(C) + eps)
+        r[n] = scale
         for c in range(0, C - 15, 16):
             store(to, c, load(row, c) * scale * load(weight, c))
         for c in range(C - C % 16, C):
@@ -134,8 +129,8 @@ def _rms_forward(i, x, weight, eps, y, r):
 
 @rms_norm_backward.cpu
 def rms_norm_backward_cpu(g, x, weight, r, needs_weight):
-    dx, parts, means = empty(x.shape, x.dtype), _parts(x), empty(len(x), x.dtype)
-    _rms_backward(-(-len(x) // CHAIN), g, x, weight, r, needs_weight, means, dx, parts[0])
+    dx, parts = empty(x.shape, x.dtype), _parts(x)
+    _rms_backward(-(-len(x) // CHAIN), g, x, weight, r, dx, parts[0])
     return dx, add_chains(parts, None)[0] if needs_weight else None
 
 
@@ -149,90 +144,73 @@ def _parts(x):
 
 
 @body
-def _rms_backward(i, g, x, weight, r, needs_weight, means, dx, parts):
+def _rms_backward(i, g, x, weight, r, dx, parts):
     (N, C), zero = x.shape, x.dtype.type(0)
-    part = parts[i]
-    part[:] = 0
-    for start in range(i * CHAIN, min((i + 1) * CHAIN, N), GROUP):
-        rows = range(start, min(start + GROUP, N))
-        for n in rows:
-            means[n] = _sum_gwh(g[n], weight, x[n], zero, r[n]) / x.dtype.type(C)
-        for n in rows:
-            g_row, row, to, scale, mean = g[n], x[n], dx[n], r[n], means[n]
-            for c in range(0, C - 15, 16):
-                gc, h = load(g_row, c), load(row, c) * scale
-                store(to, c, _dx(gc * load(weight, c), zero, h, mean, scale))
-                if needs_weight:
-                    store(part, c, fma(gc, h, load(part, c)))
-            for c in range(C - C % 16, C):
-                h = row[c] * scale
-                to[c] = _dx(g_row[c] * weight[c], zero, h, mean, scale)
-                part[c] = fma(g_row[c], h, part[c])
-
-
-@scalar
-def _dx(gw, mean_gw, h, mean_gwh, scale):
-    return scale * (gw - mean_gw - h * mean_gwh)
+    dw = parts[i]
+    dw[:] = 0
+    for n in range(i * CHAIN, min((i + 1) * CHAIN, N)):
+        g_row, row, to, scale = g[n], x[n], dx[n], r[n]
+        mean_gwh = _sum_gwh(g_row, weight, row, zero, scale) / x.dtype.type(C)
+        for c in range(0, C - 15, 16):
+            gc, h = load(g_row, c), load(row, c) * scale
+            store(to, c, scale * fma(h, -mean_gwh, gc * load(weight, c)))
+            store(dw, c, fma(gc, h, load(dw, c)))
+        for c in range(C - C % 16, C):
+            h = row[c] * scale
+            to[c] = scale * fma(h, -mean_gwh, g_row[c] * weight[c])
+            dw[c] = fma(g_row[c], h, dw[c])
 
 
 @layer_norm_forward.cpu
 def layer_norm_forward_cpu(x, weight, bias, eps):
     y, mean, r = (empty(s, x.dtype) for s in (x.shape, len(x), len(x)))
     if bias is None:
-        bias = np.full(x.shape[1], -0.0, x.dtype)  # x + -0 is x, also for 0
-    _layer_forward(-(-len(x) // GROUP), x, weight, bias, x.dtype.type(eps), y, mean, r)
+        bias = np.full(x.shape[1], -0.0, x.dtype)  # y + -0 is y, also for 0
+    _layer_forward(-(-len(x) // BLOCK), x, weight, bias, x.dtype.type(eps), y, mean, r)
     return y, mean, r
 
 
 @body
 def _layer_forward(i, x, weight, bias, eps, y, mean, r):
-    (N, C), one = x.shape, x.dtype.type(1)
-    rows = range(i * GROUP, min((i + 1) * GROUP, N))
-    for n in rows:
-        mean[n] = row_sum(x[n]) / x.dtype.type(C)
-    for n in rows:
-        r[n] = one / mathf.sqrt(_sum_of_squares(x[n], mean[n]) / x.dtype.type(C) + eps)
-    for n in rows:
-        row, to, m, scale = x[n], y[n], mean[n], r[n]
+    N, C = x.shape
+    for n in range(i * BLOCK, min((i + 1) * BLOCK, N)):
+        row, to = x[n], y[n]
+        m = row_sum(row) / x.dtype.type(C)
+        scale = x.dtype.type(1) / mathf.sqrt(_sum_of_squares(row, m) / x.dtype.type(C) + eps)
+        mean[n], r[n] = m, scale
         for c in range(0, C - 15, 16):
-            h = (load(row, c) - m) * scale
-            store(to, c, h * load(weight, c) + load(bias, c))
+            store(to, c, (load(row, c) - m) * scale * load(weight, c) + load(bias, c))
         for c in range(C - C % 16, C):
             to[c] = (row[c] - m) * scale * weight[c] + bias[c]
 
 
 @layer_norm_backward.cpu
 def layer_norm_backward_cpu(g, x, weight, mean, r):
-    dx, means = empty(x.shape, x.dtype), empty((2, len(x)), x.dtype)
-    dweight, dbias = _parts(x), _parts(x)
-    _layer_backward(-(-len(x) // CHAIN), g, x, weight, mean, r, means, dx, dweight[0], dbias[0])
+    dx, dweight, dbias = empty(x.shape, x.dtype), _parts(x), _parts(x)
+    _layer_backward(-(-len(x) // CHAIN), g, x, weight, mean, r, dx, dweight[0], dbias[0])
     return dx, add_chains(dweight, None)[0], add_chains(dbias, None)[0]
 
 
 @body
-def _layer_backward(i, g, x, weight, mean, r, means, dx, dweight, dbias):
+def _layer_backward(i, g, x, weight, mean, r, dx, dweight, dbias):
     N, C = x.shape
-    weight_part, bias_part = dweight[i], dbias[i]
-    weight_part[:] = 0
-    bias_part[:] = 0
-    for start in range(i * CHAIN, min((i + 1) * CHAIN, N), GROUP):
-        rows = range(start, min(start + GROUP, N))
-        for n in rows:
-            means[0, n] = row_dot(g[n], weight) / x.dtype.type(C)
-            means[1, n] = _sum_gwh(g[n], weight, x[n], mean[n], r[n]) / x.dtype.type(C)
-        for n in rows:
-            g_row, row, to, m, scale = g[n], x[n], dx[n], mean[n], r[n]
-            mean_gw, mean_gwh = means[0, n], means[1, n]
-            for c in range(0, C - 15, 16):
-                gc, h = load(g_row, c), (load(row, c) - m) * scale
-                store(to, c, _dx(gc * load(weight, c), mean_gw, h, mean_gwh, scale))
-                store(weight_part, c, fma(gc, h, load(weight_part, c)))
-                store(bias_part, c, load(bias_part, c) + gc)
-            for c in range(C - C % 16, C):
-                h = (row[c] - m) * scale
-                to[c] = _dx(g_row[c] * weight[c], mean_gw, h, mean_gwh, scale)
-                weight_part[c] = fma(g_row[c], h, weight_part[c])
-                bias_part[c] += g_row[c]
+    dw, db = dweight[i], dbias[i]
+    dw[:] = 0
+    db[:] = 0
+    for n in range(i * CHAIN, min((i + 1) * CHAIN, N)):
+        g_row, row, to, m, scale = g[n], x[n], dx[n], mean[n], r[n]
+        mean_gw = row_dot(g_row, weight) / x.dtype.type(C)
+        mean_gwh = _sum_gwh(g_row, weight, row, m, scale) / x.dtype.type(C)
+        for c in range(0, C - 15, 16):
+            gc, h = load(g_row, c), (load(row, c) - m) * scale
+            store(to, c, scale * fma(h, -mean_gwh, gc * load(weight, c) - mean_gw))
+            store(dw, c, fma(gc, h, load(dw, c)))
+            store(db, c, load(db, c) + gc)
+        for c in range(C - C % 16, C):
+            h = (row[c] - m) * scale
+            to[c] = scale * fma(h, -mean_gwh, g_row[c] * weight[c] - mean_gw)
+            dw[c] = fma(g_row[c], h, dw[c])
+            db[c] += g_row[c]
 
 
 @device
