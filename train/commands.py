@@ -135,29 +135,18 @@ def verify(args: Namespace) -> int:
     from .progress import Progress
     from .verify import verify as replay
 
-    RunFolder.open(args.folder)
-    last = {"step": 0}
-    progress = None
-
-    def show(row: dict[str, Any]) -> None:
-        nonlocal progress
-        if progress is None:
-            progress = Progress(sys.stdout, stop, row["step"] - 1)
-        progress.step(row)
-        last.update(row)
-
-    records = RunFolder(args.folder).digests().get("steps", [])
-    stop = args.stop or max((r["step"] for r in records), default=0)
+    records = RunFolder.open(args.folder).digests().get("steps", [])
+    last = max((r["step"] for r in records), default=0)
+    progress = Progress(sys.stdout, args.stop or last, args.start or 0)
     report = replay(
         args.folder,
         data=args.data,
         start=args.start,
         stop=args.stop,
         threads=args.threads,
-        on_step=show,
+        on_step=progress.step,
     )
-    if progress is not None:
-        progress.close()
+    progress.close()
     for problem in report.problems:
         say(f"DEPARTS: {problem}")
     if report.ok:
