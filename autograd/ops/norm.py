@@ -11,7 +11,7 @@ import numpy as np
 from .. import mathf
 from ..backend import array_module, kernel
 from ..buffers import empty
-from ..lanes import fma, keep_first, load, load_first, row_dot, row_sum, splat, store, tree_sum
+from ..lanes import fma, keep_first, load, load_part, row_dot, row_sum, splat, store, tree_sum
 from ..launch import body, device
 from ..tape import op
 from .embedding import widen
@@ -150,7 +150,7 @@ def _rms_backward(i, g, x, weight, r, dx, parts):
     dw[:] = 0
     for n in range(i * CHAIN, min((i + 1) * CHAIN, N)):
         g_row, row, to, scale = g[n], x[n], dx[n], r[n]
-        mean_gwh = _sum_gwh(g_row, weight, row, zero, scale) / x.dtype.type(C)
+        _, mean_gwh = _means(g_row, weight, row, zero, scale)
         for c in range(0, C - 15, 16):
             gc, h = load(g_row, c), load(row, c) * scale
             store(to, c, scale * fma(h, -mean_gwh, gc * load(weight, c)))
@@ -199,8 +199,7 @@ def _layer_backward(i, g, x, weight, mean, r, dx, dweight, dbias):
     db[:] = 0
     for n in range(i * CHAIN, min((i + 1) * CHAIN, N)):
         g_row, row, to, m, scale = g[n], x[n], dx[n], mean[n], r[n]
-        mean_gw = row_dot(g_row, weight) / x.dtype.type(C)
-        mean_gwh = _sum_gwh(g_row, weight, row, m, scale) / x.dtype.type(C)
+        mean_gw, mean_gwh = _means(g_row, weight, row, m, scale)
         for c in range(0, C - 15, 16):
             gc, h = load(g_row, c), (load(row, c) - m) * scale
             store(to, c, scale * fma(h, -mean_gwh, gc * load(weight, c) - mean_gw))
@@ -214,20 +213,20 @@ def _layer_backward(i, g, x, weight, mean, r, dx, dweight, dbias):
 
 
 @device
-def _sum_gwh(g, weight, x, mean, scale):
-    """The sum of g weight h along a row, with h = (x - mean) scale."""
+def _means(g, weight, x, mean, scale):
+    """The means of g weight and of g weight h along a row, with h = (x - mean) scale."""
     C, zero = np.int64(x.size), splat(x.dtype.type(0))
-    total = zero
+    gw, gwh = zero, zero
     whole = C - C % 16
     for c in range(0, whole, 16):
-        h = (load(x, c) - mean) * scale
-        total = fma(load(g, c) * load(weight, c), h, total)
+        gc, w, h = load(g, c), load(weight, c), (load(x, c) - mean) * scale
+        gw, gwh = fma(gc, w, gw), fma(gc * w, h, gwh)
     if whole < C:
         n = C - whole
-        h = (load_first(x, whole, n, zero) - mean) * scale
-        gw = load_first(g, whole, n, zero) * load_first(weight, whole, n, zero)
-        total = keep_first(n, fma(gw, h, total), total)
-    return tree_sum(total)
+        gc, w = load_part(g, whole, n), load_part(weight, whole, n)
+        h = (load_part(x, whole, n) - mean) * scale
+        gw, gwh = fma(gc, w, gw), keep_first(n, fma(gc * w, h, gwh), gwh)
+    return tree_sum(gw) / x.dtype.type(C), tree_sum(gwh) / x.dtype.type(C)
 
 
 @device
@@ -240,6 +239,6 @@ def _sum_of_squares(x, mean):
         d = load(x, c) - mean
         total = fma(d, d, total)
     if whole < C:
-        d = load_first(x, whole, C - whole, zero) - mean
+        d = load_part(x, whole, C - whole) - mean
         total = keep_first(C - whole, fma(d, d, total), total)
     return tree_sum(total)
