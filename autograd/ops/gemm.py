@@ -74,8 +74,9 @@ def gemm_codes(a, codes, scales, table, shape, transpose_b, bias=None):
     Two codes make a byte, the first in the upper half; read row by row, 64 share a scale:
     b = table[code] * scale.
     """
-    b = table[array_module(a).stack([codes >> 4, codes & 15], axis=-1)].reshape(-1, BLOCK)
-    b = (b * scales[:, None]).reshape(-1)[: math.prod(shape)].reshape(shape)
+    xp, size = array_module(a), math.prod(shape)
+    b = table[xp.stack([codes >> 4, codes & 15], axis=-1)].reshape(-1)[:size]
+    b = (b * xp.repeat(scales, BLOCK)[:size]).reshape(shape)
     return gemm(a, b, False, transpose_b, bias)
 
 
@@ -134,6 +135,8 @@ def gemm_cpu(a, b, transpose_a, transpose_b, bias=None, residual=None, out=None)
     K, M = a.shape[-2:] if transpose_a else a.shape[:-3:-1]
     N = b.shape[-2] if transpose_b else b.shape[-1]
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if a.ndim + b.ndim > 4 else ()
+    if out is not None and out is residual:  # which is needed until the sums are finished
+        return np.add(residual, gemm_cpu(a, b, transpose_a, transpose_b, bias), out=out)
     out = empty((*batch, M, N), dtype) if out is None else out
     offsets = _offsets(a, a_side, b, b_side, batch) if batch else (0, 0)
     _launch(a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bias, residual)

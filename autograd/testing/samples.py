@@ -186,7 +186,8 @@ def _linear(draw, name):
     I, O = draw(_SIDE), draw(_SIDE)  # noqa: E741 - inputs and outputs
     x = draw(arrays((*draw(shapes(max_dims=2)), I)))
     weight = draw(arrays((O, I)))
-    return (x, weight, draw(arrays((O,)))) if draw(st.booleans()) else (x, weight), {}
+    bias, residual = draw(arrays((O,))), draw(arrays((*x.shape[:-1], O)))
+    return draw(st.sampled_from([(x, weight), (x, weight, bias), (x, weight, bias, residual)])), {}
 
 
 @sample("rms_norm")
