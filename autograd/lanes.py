@@ -12,15 +12,18 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import extending, types
 from numba.core import cgutils
-from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
+from numba.extending import lower_builtin, models, register_model, type_callable
 from numba.np.arrayobj import make_array
 
 from .launch import device
 
 # How helpers are compiled into the bodies that call them.
-INLINE = {"forceinline": True, "error_model": "numpy"}
+INLINE: Any = {"forceinline": True, "error_model": "numpy"}
+
+# The first argument of an intrinsic comes from Numba: a type checker must not ask callers for it.
+intrinsic: Any = extending.intrinsic
 
 LANES = 16  # part of the contract: element i of a row is summed in lane i mod 16
 

@@ -220,7 +220,7 @@ def _generic(reference: Any) -> Any:
     return make
 
 
-def _reduced(f: _Format) -> Any:
+def _reduced(f: Any) -> Any:
     log2e, ln2, ln2_low, round_, poly = f.log2e, f.ln2, f.ln2_low, f.round, f.exp_poly
 
     @device
@@ -234,7 +234,7 @@ def _reduced(f: _Format) -> Any:
     return reduced
 
 
-def _power_of_two(f: _Format, shift: int = 0) -> Any:
+def _power_of_two(f: Any, shift: int = 0) -> Any:
     mantissa, one = f.mantissa, f.T(2.0**shift).view(f.I)
 
     @device
@@ -246,7 +246,7 @@ def _power_of_two(f: _Format, shift: int = 0) -> Any:
 
 
 @_generic(lambda x: array_module(x).exp(x))
-def exp(f: _Format) -> Any:
+def exp(f: Any) -> Any:
     """e to the power x; exactly 1 at 0."""
     reduced, power_of_two = _reduced(f), _power_of_two(f)
     low, high, one, unit, round_bits = f.exp_low, f.exp_high, f.T(1), f.I(1), f.round_bits
@@ -262,7 +262,7 @@ def exp(f: _Format) -> Any:
 
 
 @_generic(lambda x: array_module(x).exp(x))
-def exp_flushed(f: _Format) -> Any:
+def exp_flushed(f: Any) -> Any:
     """exp of x < 88, but 0 where x < -87 (float32) or -708 (float64): a third cheaper."""
     reduced, power_of_two = _reduced(f), _power_of_two(f)
     normal, one, zero = f.exp_normal, f.T(1), f.T(0)
@@ -275,7 +275,7 @@ def exp_flushed(f: _Format) -> Any:
 
 
 @_generic(lambda x: array_module(x).log(x))
-def log(f: _Format) -> Any:
+def log(f: Any) -> Any:
     """The natural logarithm: -inf at 0, NaN below."""
     least, mantissa, poly = f.least, f.mantissa, f.log_poly
     zero, one, two, half, inf, nan = (f.T(v) for v in (0, 1, 2, 0.5, np.inf, np.nan))
@@ -301,7 +301,7 @@ def log(f: _Format) -> Any:
 
 
 @_generic(lambda x: array_module(x).tanh(x))
-def tanh(f: _Format) -> Any:
+def tanh(f: Any) -> Any:
     """The hyperbolic tangent; exactly 0, 1 and -1 at 0, inf and -inf."""
     reduced, power_of_two = _reduced(f), _power_of_two(f)
     high, one, two = f.tanh_high, f.T(1), f.T(2)
@@ -324,7 +324,7 @@ def _sigmoid_of_array(x):
 
 
 @_generic(_sigmoid_of_array)
-def sigmoid(f: _Format) -> Any:
+def sigmoid(f: Any) -> Any:
     """1 / (1 + exp(-x)); 0 where that is below the normal numbers and x < -exp_high."""
     reduced, half_power = _reduced(f), _power_of_two(f, -1)
     low, high, one, two = f.sigmoid_low, f.exp_high, f.T(1), f.T(2)
@@ -342,7 +342,7 @@ def _erf_of_array(x):
 
 
 @_generic(_erf_of_array)
-def erf(f: _Format) -> Any:
+def erf(f: Any) -> Any:
     """The error function, 2 / sqrt(pi) times the integral of exp(-t**2) from 0 to x."""
     one, high, near, far = f.T(1), f.erf_high, f.erf_poly, f.erfc_poly
 

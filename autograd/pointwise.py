@@ -127,7 +127,7 @@ def compute(run: Any, arrays: tuple, ufunc: Any = None, out: Any = None) -> Any:
     return out
 
 
-def _alike(arrays: tuple) -> tuple[tuple[int, ...], Any, list]:
+def _alike(arrays: tuple) -> tuple[tuple[int, ...], Any, Any]:
     """The shape and type of the result, and the arrays flat in that shape and type."""
     dtype = _dtype(arrays)
     shape = arrays[0].shape
