@@ -16,9 +16,9 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
+from .lanes import intrinsic
 from .launch import VECTOR_WIDTH
 
 # A tile of 12 x 2 vectors needs 24 + 2 + 1 of the 32 registers of AVX-512; 6 x 2 needs 15 of the

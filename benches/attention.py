@@ -63,8 +63,9 @@ def rows(threads: int) -> Iterator[Row]:
     for B, T, target in TRAINING:
         arrays = _arrays(B, T, T)
         ours, theirs = _ours(*arrays), _theirs(*arrays)
-        runs = (ours,) if theirs is None else (ours, theirs)
+        runs: list[Callable] = [ours]
         if theirs is not None:
+            runs.append(theirs)
             for a, b in zip(ours(), theirs(), strict=True):
                 close(a, b)
         times = [*in_turns(*runs, seconds=2.0), None]
@@ -77,7 +78,7 @@ def rows(threads: int) -> Iterator[Row]:
         q, k, v, _ = _arrays(B, 1, S)
         with no_grad():
             torch = optional("torch")
-            runs: list[Callable] = [lambda q=q, k=k, v=v: attention(q, k, v).numpy()]
+            runs = [lambda q=q, k=k, v=v: attention(q, k, v).numpy()]
             if torch is not None:
                 moved = [torch.tensor(x).transpose(1, 2) for x in (q, k, v)]
                 runs.append(lambda moved=moved: _attend(*moved).transpose(1, 2))
