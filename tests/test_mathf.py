@@ -40,7 +40,7 @@ def in_lanes(function):
     return run
 
 
-NAMES = ("exp", "log", "tanh", "sigmoid", "erf", "sqrt", "sin", "cos")
+NAMES = ("exp", "exp_flushed", "log", "tanh", "sigmoid", "erf", "sqrt", "sin", "cos")
 ONE_BY_ONE = {name: one_by_one(getattr(mathf, name)) for name in NAMES}
 IN_LANES = {name: in_lanes(getattr(mathf, name)) for name in NAMES if name not in ("sin", "cos")}
 
@@ -121,6 +121,15 @@ def test_subnormal_numbers(dtype):
     low = np.log(x[3:].astype(np.longdouble)).astype(dtype)
     np.testing.assert_allclose(apply("exp", low), x[3:], rtol=2e-3)  # exp may end there too
     np.testing.assert_array_equal(apply("tanh", x), x)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_the_flushed_exponential(dtype):
+    low = -87 if dtype == F32 else -708
+    x = np.concatenate([np.linspace(low, 80, 5000), -np.logspace(-9, 0, 50)]).astype(dtype)
+    assert apply("exp_flushed", x).tobytes() == apply("exp", x).tobytes()
+    x = np.array([0.0, -0.0, low - 1, -1e30, -INF, NAN], dtype)
+    np.testing.assert_array_equal(apply("exp_flushed", x), np.array([1, 1, 0, 0, 0, NAN], dtype))
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
