@@ -25,7 +25,6 @@ from afinar.optim import (
     weights_sha256,
 )
 from afinar.optim.adamw import CHUNK, adamw_update
-from afinar.optim.clip import sum_of_squares
 from afinar.optim.sgd import sgd_update
 
 EMPTY = "9c5df34732e0b50df787f677f20fa1bed2f08e638022508db7589f38e62aa020"
@@ -399,19 +398,6 @@ def test_norm_and_scale(sizes, seed):
     for p, g in zip(params[:-1], grads, strict=True):
         np.testing.assert_allclose(p.grad, g * min(1, 1 / exact) if exact else g, rtol=1e-6)
     assert params[-1].grad is None
-
-
-def test_sum_of_squares_has_the_stated_order():
-    x = np.random.default_rng(0).standard_normal(4096 * 2 + 13).astype(np.float32)
-    total = 0.0
-    for start in range(0, x.size, 4096):
-        lanes = [0.0] * 8
-        for j, value in enumerate(x[start : start + 4096].tolist()):
-            lanes[j % 8] += value * value
-        lanes = [lanes[k] + lanes[k + 4] for k in range(4)]
-        total += (lanes[0] + lanes[2]) + (lanes[1] + lanes[3])
-    assert sum_of_squares(x) == total
-    assert sum_of_squares.reference(x) == pytest.approx(total, rel=1e-12)
 
 
 def test_a_norm_that_is_not_finite_leaves_gradients_alone():

@@ -528,6 +528,31 @@ def test_saved_models_are_merged(tmp_path):
     assert trainer.step == 5
 
 
+@pytest.mark.parametrize("norms", [False, True])
+def test_base_and_saved_adapter_are_the_trained_model(tmp_path, norms):
+    from afinar.lora import load_adapter_peft
+
+    base = Transformer(small(), seed=0)
+    trainer = TransformerTrainer.with_model(
+        Transformer(small(), seed=0), config(lora_rank=4, lora_train_norms=norms, lr=0.05)
+    )
+    trainer.train_epoch(batches(4))
+    trainer.save_lora_adapter(tmp_path, "base")
+    load_adapter_peft(base, tmp_path)
+    ids = batches(1)[0].inputs
+    assert (base(ids).data == trainer.model(ids).data).all()
+
+
+def test_save_apr_is_the_trained_model(tmp_path):
+    from afinar.transformer import load_apr
+
+    trainer = TransformerTrainer(config())
+    trainer.train_epoch(batches(2))
+    trainer.save_apr(tmp_path / "model.apr")
+    ids = batches(1)[0].inputs
+    assert (load_apr(tmp_path / "model.apr")(ids).data == trainer.model(ids).data).all()
+
+
 def test_save_lora_adapter_needs_lora(tmp_path):
     with pytest.raises(ValueError, match="Cannot save adapter: LoRA not enabled"):
         TransformerTrainer(config()).save_lora_adapter(tmp_path)

@@ -7,7 +7,12 @@ from afinar.autograd import KERNELS, Tensor, buffers, checkpoint
 from afinar.autograd.backend import Kernel
 from afinar.autograd.tape import keep_results
 from afinar.train import CheckpointConfig, LMBatch, TransformerTrainConfig, TransformerTrainer
-from afinar.train.checkpointing import binomial_layers, estimate_memory, optimal_segments
+from afinar.train.checkpointing import (
+    binomial_layers,
+    estimate_memory,
+    optimal_segments,
+    within_budget,
+)
 from afinar.transformer import TransformerConfig
 
 SHAPE = TransformerConfig(
@@ -93,6 +98,30 @@ def test_less_kept_is_less_memory():
     peaks = {p: peak(p) for p in ("none", "matmuls", "blocks", "segments")}
     assert peaks["none"] > peaks["matmuls"] > peaks["blocks"]
     assert peaks["segments"] < 0.7 * peaks["none"]
+
+
+def test_a_budget_chooses_the_policy():
+    it = trainer("none")
+    it.train_batch(batch())
+    start = buffers.in_use()
+    with it._computing():
+        loss = it.model.loss(batch().inputs, batch().targets)
+    held = buffers.in_use() - start
+    loss.backward()
+
+    def fits(budget):
+        try:
+            within_budget(budget, SHAPE, 4, 128)
+        except ValueError:
+            return False
+        return True
+
+    chosen = [within_budget(int(held * f), SHAPE, 4, 128).policy for f in (1.3, 0.8, 0.5)]
+    assert chosen[0] == "none"
+    assert "none" not in chosen[1:]
+    assert not fits(held // 20)
+    with pytest.raises(ValueError, match="are needed for 4 sequences of 128 tokens"):
+        within_budget(1000, SHAPE, 4, 128)
 
 
 def test_nested_stretches_and_kept_results():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 POLICIES = ("none", "blocks", "segments", "matmuls", "every:K")
 
@@ -96,3 +97,31 @@ def estimate_memory(
     """Bytes of block inputs kept: of all layers, and with checkpointing."""
     one = batch * length * hidden * 4
     return layers * one, max(optimal_segments(layers), segments or 0) * one
+
+
+def within_budget(max_bytes: int, model: Any, batch: int, length: int) -> CheckpointConfig:
+    """The policy that recomputes least of those whose kept activations fit in `max_bytes`.
+
+    `model` is a `TransformerConfig`. ValueError if not even segments fit; it says what would.
+    """
+    L, tokens = model.num_hidden_layers, batch * length * 4
+    block = tokens * (
+        5 * model.hidden_size + 2 * model.q_dim + 4 * model.kv_dim + 3 * model.intermediate_size
+    )
+    products = tokens * (
+        3 * model.hidden_size + 2 * model.q_dim + 2 * model.kv_dim + 2 * model.intermediate_size
+    )
+    S = optimal_segments(L)
+    needs = {
+        "none": L * block,
+        "matmuls": L * products + block,
+        "segments": S * tokens * model.hidden_size + segment_length(L, S) * block,
+        "blocks": L * tokens * model.hidden_size + block,
+    }
+    for policy, bytes_needed in needs.items():
+        if bytes_needed <= max_bytes:
+            return CheckpointConfig(policy)
+    raise ValueError(
+        f"checkpointing: no policy fits {max_bytes:,} bytes; {min(needs.values()):,} are needed "
+        f"for {batch} sequences of {length} tokens"
+    )
