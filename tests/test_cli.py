@@ -438,3 +438,16 @@ def test_generate_under_an_adapter(adapted, run, capsys):
         assert main([str(a) for a in args]) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1]
+
+
+def test_training_goes_on_from_a_lora_run(adapted, text, tmp_path):
+    first, second = tmp_path / "full", tmp_path / "lora"
+    args = ["--model", adapted, "--data", text, "--steps", "1", "--batch", "2", "--seq-len", "16"]
+    assert main(["train", *map(str, args), "--out", str(first)]) == 0
+    assert (first / "model.safetensors").is_file()
+    assert main(["train", *map(str, args), "--out", str(second), "--lora", "mlp"]) == 0
+    for run in (first, second):
+        assert main(["verify", str(run)]) == 0
+    merged = tmp_path / "merged"
+    merge = ["merge", "--model", adapted, "--adapter", second, "--out", merged]
+    assert main([str(a) for a in merge]) == 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..autograd import set_num_threads
-from ..lora import load_adapter_peft
+from ..lora import load_adapter_peft, lora_modules, merge_lora
 from ..optim import weights_sha256
 from ..optim.optimizer import little_endian
 from ..transformer import Transformer, TransformerConfig, load_pretrained
@@ -79,7 +79,7 @@ def build(settings: Settings) -> Run:
         pack=settings.pack,
     )
     model = start_model(settings, tokenizer)
-    limit = positions(model.config)
+    limit = model.config.max_position_embeddings
     if settings.seq_len > limit:
         raise ValueError(f"--seq-len is {settings.seq_len}; the model has {limit} positions")
     if tokenizer.vocab_size > model.config.vocab_size:
@@ -131,7 +131,9 @@ def train_config(s: Settings, model_config: Any = None) -> TransformerTrainConfi
 def start_model(settings: Settings, tokenizer: Tokenizer) -> Any:
     """The model at step 0, before adapters are put on it."""
     if settings.model is not None:
-        return open_model(settings.model)
+        model = open_model(settings.model)
+        _merge(model)  # a LoRA run goes on as the model that it made
+        return model
     if settings.preset is None:
         config = default_model(tokenizer.vocab_size, settings.seq_len)
     else:
@@ -170,13 +172,16 @@ def open_model(folder: str | Path, adapter: str | Path | None = None) -> Any:
     if not folder.is_dir():
         raise ValueError(f"model: {folder} is not a folder")
     base, own = adapter_run(folder)
-    if own is not None and adapter is not None:
-        raise ValueError(f"model: {folder} is an adapter itself; give its base with --adapter")
-    model = load_pretrained(base)
-    adapter = own or adapter
+    model = load_pretrained(folder) if own is None else open_model(base, own)
     if adapter is not None:
+        _merge(model)
         load_adapter_peft(model, adapter)
     return model
+
+
+def _merge(model: Any) -> None:
+    if lora_modules(model):
+        merge_lora(model, keep=False)
 
 
 def adapter_run(folder: Path) -> tuple[Path, Path | None]:
@@ -187,11 +192,6 @@ def adapter_run(folder: Path) -> tuple[Path, Path | None]:
     if not base or not Path(base).is_dir():
         raise ValueError(f"model: {folder} adapts {base}, which is not a folder here")
     return Path(base), folder
-
-
-def positions(config: Any) -> int:
-    """How many tokens the model can look at."""
-    return getattr(config, "max_position_embeddings", None) or config.block
 
 
 # --- steps ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from .environment import environment, one_line, peak_memory_mb
 from .folder import RunFolder
 from .plot import run_curves
 from .progress import Progress, clock
-from .run import Run, at, build, due, positions, record, steps
+from .run import Run, at, build, due, record, steps
 from .settings import Settings, flag
 from .snapshot import list_snapshots, load_snapshot, save_snapshot
 from .text import TOKENIZER_FILES
@@ -227,7 +227,7 @@ def sample(run: Run, n: int = 200) -> tuple[str, str]:
         prompt = tokenizer.decode(rows.row(0)["inputs"][:16].tolist())
     lead = [] if tokenizer.bos is None else [tokenizer.bos]
     ids = [*lead, *tokenizer.encode(prompt)] or [tokenizer.eos or 0]
-    room = positions(run.model.config) - len(ids)
+    room = run.model.config.max_position_embeddings - len(ids)
     new = generate(
         run.model,
         ids,
