@@ -181,21 +181,18 @@ def moments_sha256(step_count: int, first: list[Any], second: list[Any]) -> str:
 
 
 def weights_sha256(model: Any) -> str:
-    """SHA-256 of all weights of a model, trained or not: of `model.named_parameters()`.
+    """SHA-256 of all weights of a model, trained or not. A tied weight appears once.
 
-    The byte stream is that of `tensors_sha256`. A tied weight appears once.
+    The byte stream: `afinar:weights:v1`, the number of parameters as u64; then for each of
+    `model.named_parameters()`, in that order: the length of its name as u64 and the name in
+    UTF-8, the same for the name of its type ("float32", "float64", "uint16": bfloat16 bits), the
+    number of axes and each length as u64, and its numbers in C order. All little endian.
     """
     return tensors_sha256(model.named_parameters())
 
 
 def tensors_sha256(named: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 of named tensors in the given order.
-
-    The byte stream: `afinar:weights:v1`, the number of tensors as u64; then for each the length
-    of its name as u64 and the name in UTF-8, the same for the name of its type ("float32",
-    "float64", "uint16": bfloat16 bits), the number of axes and each length as u64, and its
-    numbers in C order. All little endian.
-    """
+    """SHA-256 of named tensors, in the given order; the byte stream is that of `weights_sha256`."""
     named = list(named)
     sha = hashlib.sha256(b"afinar:weights:v1" + len(named).to_bytes(8, "little"))
     for name, tensor in named:
