@@ -13,6 +13,7 @@ import numpy as np
 
 from ..autograd import Tensor, no_grad, softmax
 from ..autograd.random import make_key, raw_words
+from .decode import DecodeStep, can_decode
 from .model import LanguageModel
 
 
@@ -112,8 +113,14 @@ def _steps(
     training = model.training
     model.eval()
     try:
-        for _ in range(n):
-            logits = _last_logits(model, ids, positions, segments, cache)
+        step = None
+        for count in range(n):
+            if count == 1 and can_decode(model, B):
+                step = DecodeStep(model, cache, starts)
+            if step is None:
+                logits = _last_logits(model, ids, positions, segments, cache)
+            else:
+                logits = step(ids[:, 0])
             tokens = [0 if end else pick(b, logits[b]) for b, end in enumerate(ended)]
             yield [None if end else t for t, end in zip(tokens, ended, strict=True)]
             for b, new in enumerate(pick.new):

@@ -116,7 +116,7 @@ class Transformer(LanguageModel):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self._rope = RopeTable(config.head_size, config.rope_theta, config.rope_scaling)
+        self.turns = RopeTable(config.head_size, config.rope_theta, config.rope_scaling)
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
@@ -130,7 +130,7 @@ class Transformer(LanguageModel):
         positions, segments = check_positions(
             ids.shape, positions, segments, start, self.config.max_position_embeddings
         )
-        turn = self._rope.at(positions) if self.config.rope_theta else None
+        turn = self.turns.at(positions) if self.config.rope_theta else None
         x = self._through(self.model.layers, self.model.embed_tokens(ids), turn, segments, cache)
         if cache is not None:
             cache.length += ids.shape[1]

@@ -43,6 +43,7 @@ from ..tile import (
     tile,
     transpose,
 )
+from . import few_rows
 
 KC = 512  # part of the contract: k is summed in blocks of this length
 
@@ -125,6 +126,10 @@ def gemm_cpu(a, b, transpose_a, transpose_b, bias=None, residual=None, out=None)
     if b.ndim == 2 and a.ndim > 2 and not transpose_a:
         lead = a.shape[:-1]  # leading axes are more rows
         a = a.reshape(math.prod(lead), a.shape[-1])
+    if few_rows.suits(a, b, transpose_a, transpose_b, residual):
+        out = empty((len(a), len(b)), dtype) if out is None else out
+        few_rows.few_rows(a, b, bias, residual, out, KC)
+        return out if lead is None else out.reshape(*lead, len(b))
     kinds = (np.uint16, np.uint16) == (a.dtype, b.dtype)
     if not kinds:
         a_side, b_side = _side(a), _side(b)

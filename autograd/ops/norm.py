@@ -110,12 +110,12 @@ BLOCK = 16  # rows per index of a forward pass
 @rms_norm_forward.cpu
 def rms_norm_forward_cpu(x, weight, eps):
     y, r = empty(x.shape, x.dtype), empty(len(x), x.dtype)
-    _rms_forward(-(-len(x) // BLOCK), x, weight, x.dtype.type(eps), y, r)
+    rms_forward(-(-len(x) // BLOCK), x, weight, x.dtype.type(eps), y, r)
     return y, r
 
 
 @body
-def _rms_forward(i, x, weight, eps, y, r):
+def rms_forward(i, x, weight, eps, y, r):
     N, C = x.shape
     for n in range(i * BLOCK, min((i + 1) * BLOCK, N)):
         row, to = x[n], y[n]
