@@ -175,6 +175,7 @@ def test_training_goes_on_from_a_run(run, text, tmp_path):
         (["--steps", "0"], "--steps is 0; it must be at least 1"),
         (["--lora", "q_proj"], "name it with --model"),
         (["--model", "x"], "pick one"),
+        (["--storage", "bfloat16"], "use --lora"),
         (["--checkpointing", "some"], "the policy is one of"),
         (["--threads", "100000"], "100000 asked for"),
         (["--config", "UNKNOWN"], "unknown keys learning_rate, speed; known are data, model"),
@@ -451,3 +452,18 @@ def test_training_goes_on_from_a_lora_run(adapted, text, tmp_path):
     merged = tmp_path / "merged"
     merge = ["merge", "--model", adapted, "--adapter", second, "--out", merged]
     assert main([str(a) for a in merge]) == 0
+
+
+def test_a_base_held_in_16_bits(run, text, tmp_path, capsys):
+    out = tmp_path / "half"
+    args = ["--model", run, "--data", text, "--out", out, "--steps", "2", "--batch", "2"]
+    args += ["--seq-len", "16", "--lora", "qv", "--storage", "bfloat16"]
+    assert main(["train", *map(str, args)]) == 0
+    assert main(["verify", str(out)]) == 0
+    call = ["eval", "--data", text, "--seq-len", "16", "--rows", "4", "--model", out]
+    capsys.readouterr()
+    losses = []
+    for storage in ("float32", "bfloat16"):
+        assert main([*map(str, call), "--storage", storage]) == 0
+        losses.append(float(capsys.readouterr().out.split()[1]))
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)

@@ -34,7 +34,7 @@ def generate(args: Namespace) -> int:
     from ..transformer.generate import stream
 
     _threads(args)
-    model, tokenizer = _open(args.model, args.adapter)
+    model, tokenizer = _open(args.model, args.adapter, args.storage)
     if args.chat:
         if not isinstance(tokenizer, FileTokenizer):
             raise ValueError(f"--chat needs a chat template, and {args.model} has none")
@@ -93,7 +93,7 @@ def eval(args: Namespace) -> int:
     from .evaluate import evaluate
 
     _threads(args)
-    model, tokenizer = _open(args.model, args.adapter)
+    model, tokenizer = _open(args.model, args.adapter, args.storage)
     data = load_data(
         args.data,
         tokenizer,
@@ -186,10 +186,10 @@ def _threads(args: Namespace) -> None:
         set_num_threads(args.threads)
 
 
-def _open(folder: str, adapter: str | None) -> tuple[Any, Any]:
+def _open(folder: str, adapter: str | None, storage: str = "float32") -> tuple[Any, Any]:
     from .run import open_model
 
-    model = open_model(folder, adapter)
+    model = open_model(folder, adapter, storage)
     tokenizer = load_tokenizer(folder)
     if isinstance(tokenizer, ByteTokenizer) and model.config.vocab_size < tokenizer.vocab_size:
         raise ValueError(

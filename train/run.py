@@ -131,7 +131,7 @@ def train_config(s: Settings, model_config: Any = None) -> TransformerTrainConfi
 def start_model(settings: Settings, tokenizer: Tokenizer) -> Any:
     """The model at step 0, before adapters are put on it."""
     if settings.model is not None:
-        model = open_model(settings.model)
+        model = open_model(settings.model, dtype=settings.storage)
         _merge(model)  # a LoRA run goes on as the model that it made
         return model
     if settings.preset is None:
@@ -163,16 +163,19 @@ def default_model(vocab_size: int, seq_len: int) -> TransformerConfig:
     )
 
 
-def open_model(folder: str | Path, adapter: str | Path | None = None) -> Any:
+def open_model(
+    folder: str | Path, adapter: str | Path | None = None, dtype: str = "float32"
+) -> Any:
     """The model of a run or a checkpoint folder, under an adapter if one is named.
 
-    A LoRA run holds an adapter only: its base is found where the run found it.
+    `dtype` is how `load_pretrained` holds the weights. A LoRA run holds an adapter only: its base
+    is found where the run found it.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"model: {folder} is not a folder")
     base, own = adapter_run(folder)
-    model = load_pretrained(folder) if own is None else open_model(base, own)
+    model = load_pretrained(folder, dtype) if own is None else open_model(base, own, dtype)
     if adapter is not None:
         _merge(model)
         load_adapter_peft(model, adapter)

@@ -57,6 +57,9 @@ class Settings:
     lora: str | None = _flag(None, "train LoRA adapters on these projections only", "NAMES")
     lora_r: int = _flag(8, "rank of the adapters", "N")
     lora_alpha: float = _flag(16.0, "their scale is alpha / r", "X")
+    storage: str = _flag(
+        "float32", "how the weights under adapters are held", choices=("float32", "bfloat16")
+    )
     mask_prompt: bool = _flag(True, "train on completions and replies only")
     pack: bool = _flag(True, "put several documents into one sequence, apart from each other")
     eval_every: int | None = _flag(None, "steps between validations (default: a tenth)", "N")
@@ -103,6 +106,8 @@ class Settings:
             raise ValueError("--model starts from a model and --preset makes a new one: pick one")
         if s.lora is not None and s.model is None:
             raise ValueError("--lora adapts a trained model: name it with --model RUN_OR_FOLDER")
+        if s.storage != "float32" and s.lora is None:
+            raise ValueError("--storage bfloat16 is for weights that are not trained: use --lora")
         return s
 
     def _need(self, name: str, good: bool, need: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from ..optim import weights_sha256
 from ..transformer.hf_config import config_to_hf
 from ..transformer.safetensors_io import TensorFile
+from .environment import environment
 from .folder import RunFolder
 from .run import OF_THE_MACHINE, Run, build, due, open_model, record, settings_sha256, steps
 from .snapshot import DamagedError, list_snapshots, load_snapshot, read_snapshot
@@ -100,6 +101,9 @@ def verify(
     if problem is None and report.stop == last:
         problem = _final(replay, folder, records[last])
     if problem is not None:
+        made_by, this = folder.environment().get("afinar"), environment()["afinar"]
+        if made_by not in (None, this):
+            problem += f" (the record is of afinar {made_by}, this is {this})"
         report.problems.append(problem)
     return report
 
@@ -177,7 +181,7 @@ def _compare(recorded: dict, replayed: dict) -> str | None:
 def _final(run: Run, folder: RunFolder, recorded: dict) -> str | None:
     """Whether the model in the folder is the one of the last step."""
     try:
-        model = open_model(folder.path)
+        model = open_model(folder.path, dtype=run.settings.storage)
     except (ValueError, FileNotFoundError) as error:
         return f"the model in {folder.path} cannot be opened: {error}"
     if weights_sha256(model) != recorded.get("weights"):
