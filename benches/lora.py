@@ -10,6 +10,7 @@ import numpy as np
 from afinar.autograd import Tensor
 from afinar.autograd.tape import Node, _captured
 from afinar.lora import LoRAConfig, LoRALinear, apply_lora
+from afinar.lora.quantized import QuantizedLinear
 from afinar.transformer import Transformer
 from afinar.transformer.layers import Linear
 
@@ -42,6 +43,24 @@ def rows(threads: int) -> Iterator[Row]:
             title = f"adapter r {r}, {name}, {TOKENS} tokens"
             yield Row("lora", title, threads, times[0], times[1], "plain layer", None, note)
     yield _activations(threads)
+    yield from _packed(threads)
+
+
+def _packed(threads: int) -> Iterator[Row]:
+    """A frozen matrix in 4 bits beside the same in float32: forward and backward."""
+    rng = np.random.default_rng(0)
+    O, I = 1536, 576  # noqa: E741
+    x, g = (rng.standard_normal((TOKENS, n), dtype=np.float32) for n in (I, O))
+    weight = rng.standard_normal((O, I), dtype=np.float32) / 32
+    for kind in ("int4", "nf4"):
+        packed, plain = QuantizedLinear(weight, None, kind), Linear(I, O, bias=False)
+        plain.weight = Tensor(packed.dequantized())
+        runs = _run(packed, x, g), _run(plain, x, g)
+        close(runs[0](), runs[1]())
+        times = in_turns(*runs, seconds=0.5)
+        note = f"{packed.nbytes / 2**20:.2f} of {weight.nbytes / 2**20:.2f} MiB"
+        title = f"{kind} matrix, {I} -> {O}, {TOKENS} tokens"
+        yield Row("lora", title, threads, times[0], times[1], "float32 matrix", None, note)
 
 
 def _run(layer: Any, x: Any, g: Any) -> Callable[[], Any]:

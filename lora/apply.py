@@ -8,12 +8,13 @@ from typing import Any
 
 from ..autograd import Tensor
 from ..autograd.backend import FLOATS
+from ..autograd.ops.gemm import widen
 from ..transformer.init import init_seed
 from ..transformer.layers import Linear
 from ..transformer.model import LanguageModel
 from ..transformer.module import Module
 from .config import LoRAConfig
-from .linear import LoRALinear, adapt, plain_linear, widened
+from .linear import LoRALinear, adapt, plain_linear
 from .quantized import QuantizedLinear
 from .targets import block_of, linear_at, resolve_saved, resolve_targets
 
@@ -64,7 +65,7 @@ def _quantize_others(model: LanguageModel, kind: str, saved: list[str]) -> None:
     """Hold the linear layers of the blocks that carry no adapter in 4 bits too."""
     for name, layer in list(model.named_modules()):
         if type(layer) is Linear and block_of(name) is not None and name not in saved:
-            model.set_module(name, QuantizedLinear(widened(layer.weight.data), layer.bias, kind))
+            model.set_module(name, QuantizedLinear(widen(layer.weight.data), layer.bias, kind))
 
 
 def _check_saved(model: LanguageModel, saved: list[str]) -> None:
@@ -83,7 +84,7 @@ def _check_saved(model: LanguageModel, saved: list[str]) -> None:
 def _thaw(model: LanguageModel) -> None:
     for p in adapter_params(model):
         if p.dtype not in FLOATS:
-            p.data = widened(p.data)  # what is trained is float32, whatever it was stored in
+            p.data = widen(p.data)  # what is trained is float32, whatever it was stored in
         p.requires_grad = True
 
 

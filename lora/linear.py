@@ -13,6 +13,7 @@ import numpy as np
 from ..autograd import Tensor, linear, no_grad
 from ..autograd.backend import array_module, kernel
 from ..autograd.launch import body
+from ..autograd.ops.gemm import widen
 from ..autograd.precision import compute_in
 from ..autograd.random import make_key, uniform
 from ..autograd.tape import op
@@ -127,7 +128,7 @@ class LoRALinear(Module):
             return add_slices(y, *deltas, slices=self.slices)
         base = self.base(d) if p else y
         if self.bias is not None:
-            base = base - Tensor(widened(self.bias.data))
+            base = base - Tensor(widen(self.bias.data))
         for n, (start, stop) in enumerate(self.slices):
             # y + (m/n - 1) W d + (m/n) scale B A d
             ratio = self.m[n] / Tensor(row_norms(self._updated(n)))
@@ -224,7 +225,7 @@ def plain_linear(weight: Any, bias: Tensor | None) -> Linear:
     """A Linear of float32 or float64 that owns `weight` and may share the array of `bias`."""
     layer = Linear.__new__(Linear)
     layer.weight = Tensor(weight)
-    layer.bias = None if bias is None else Tensor(widened(bias.data))
+    layer.bias = None if bias is None else Tensor(widen(bias.data))
     return layer
 
 
@@ -238,14 +239,7 @@ def base_weight(base: Base) -> Any:
     """The matrix of a frozen layer in float32 or float64, whatever it is stored in."""
     if isinstance(base, QuantizedLinear):
         return base.dequantized()
-    return widened(base.weight.data)
-
-
-def widened(array: Any) -> Any:
-    """bfloat16 bits as float32; floats as they are."""
-    if array.dtype != np.uint16:
-        return array
-    return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return widen(base.weight.data)
 
 
 def row_norms(weight: Any) -> Any:

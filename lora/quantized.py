@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor
-from ..autograd.ops.gemm import gemm
-from ..autograd.tape import op
+from ..autograd.ops.gemm import widen
+from ..autograd.ops.matmul import linear_codes
 from ..transformer.module import Module
 
 BLOCK, SUPER = 64, 256
@@ -47,10 +47,11 @@ INT4 = np.array([*range(8), *range(-8, 0)], np.float32)
 
 
 class QuantizedLinear(Module):
-    """x W^T + bias with W (O, I) in 4 bits, unpacked when it is read and forgotten again."""
+    """x W^T + bias with W (O, I) in 4 bits, which is never unpacked as a whole to be multiplied."""
 
     def __init__(self, weight: Any, bias: Tensor | None, kind: str):
-        self.shape, self.kind, self.bias = weight.shape, kind, bias
+        self.shape, self.kind = weight.shape, kind
+        self.bias = None if bias is None else Tensor(widen(bias.data))
         x = np.zeros(-(-weight.size // BLOCK) * BLOCK, np.float32)
         x[: weight.size] = weight.reshape(-1)
         blocks = x.reshape(-1, BLOCK)
@@ -89,23 +90,14 @@ class QuantizedLinear(Module):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (..., I) -> (..., O)"""
-        return linear_of(x, None if self.bias is None else self.bias.data, weight=self.dequantized)
-
-
-@op(register=False)
-def linear_of(x, bias, *, weight):
-    """x weight()^T + bias; the matrix is made anew for the backward pass.
-
-    x (..., I), bias (O) -> (..., O)
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    out = gemm(rows, weight(), False, True, bias)
-    shape = (*x.shape[:-1], out.shape[-1])
-
-    def dx(g):
-        return gemm(g.reshape(out.shape), weight(), False, False).reshape(x.shape)
-
-    return out.reshape(shape), (dx, None)
+        return linear_codes(
+            x,
+            self.codes,
+            self._scales(),
+            self.bias,
+            out_features=self.shape[0],
+            table=NF4 if self.kind == "nf4" else INT4,
+        )
 
 
 def _over(blocks: Any, scales: Any) -> Any:

@@ -266,7 +266,8 @@ def test_slices_export_as_one_pair(targets, options, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "targets", ["all-linear", r".*\.mlp\..*_proj", ["self_attn.q_proj", "model.layers.1.mlp.up_proj"]]
+    "targets",
+    ["all-linear", r".*\.mlp\..*_proj", ["self_attn.q_proj", "model.layers.1.mlp.up_proj"]],
 )
 def test_the_rules_for_targets_are_pefts(targets, tmp_path):
     ours, theirs = models("llama")

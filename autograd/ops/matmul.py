@@ -128,5 +128,6 @@ def linear_codes(x, codes, scales, bias=None, *, out_features, table):
 
 def _check_numbers(name, **arrays):
     for which, x in arrays.items():
-        if x is not None and x.dtype not in FLOATS and x.dtype != np.uint16:
+        bits = x is not None and x.dtype == np.uint16 and which not in ("bias", "residual")
+        if x is not None and x.dtype not in FLOATS and not bits:
             raise TypeError(f"{name}: {which} must hold float32 or float64, given {x.dtype}")
