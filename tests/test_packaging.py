@@ -20,7 +20,9 @@ def built(tmp_path_factory):
         pytest.skip("not a git checkout")
     subprocess.run(["git", "clone", "-q", str(ROOT), str(source)], check=True)
     subprocess.run(
-        [sys.executable, "-m", "build", "-o", str(out), str(source)], check=True, capture_output=True
+        [sys.executable, "-m", "build", "-o", str(out), str(source)],
+        check=True,
+        capture_output=True,
     )
     return out
 
