@@ -10,7 +10,7 @@ from afinar.autograd import set_num_threads
 
 from .harness import environment, set_peer_threads
 
-GROUPS = ("matmul", "attention", "losses", "rows", "adamw", "step", "finetune")
+GROUPS = ("matmul", "attention", "losses", "rows", "adamw", "step", "lora", "finetune")
 
 
 def main() -> None:
