@@ -139,6 +139,8 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
         assert not x[0, :2].any()
         assert not x[1].any()
     assert out[0, 2:].all()
+    for x in ours(*arrays, segments=np.full((2, 6), -3)):
+        assert not x.any()
     # More queries than keys: the first ones come before every key.
     out, *_ = ours(*draw_arrays(3, 1, 6, 4, 2, 2, 4, np.float32))
     assert not out[0, :2].any()

@@ -191,11 +191,7 @@ def attention_forward_cpu(q, k, v, scale, causal, segments, window, dropout, key
     q, k, v = _filled(q), _filled(k), _filled(v)
     wide, dtype = q.shape[3], scale.dtype
     rows = plan.chunk_rows(wide)
-    if segments is None:
-        items, holes = plan.plain_forward(B, T, S, rows), False
-    else:
-        stretches, holes = plan.runs(B, T, S, segments)
-        items = plan.forward_items(stretches, rows)
+    items, holes = plan.forward_items(B, T, S, _names(segments), rows)
     # Few queries: those of the heads that share their keys are rows of one block.
     parts = G if rows >= H // G * T else H
     new = buffers.empty if items[:, 2].sum() == B * T else buffers.zeros
@@ -217,11 +213,7 @@ def attention_backward_cpu(g, q, k, v, out, lse, scale, causal, segments, window
     wide, dtype = q.shape[3], scale.dtype
     rows = plan.chunk_rows(wide)
     _, _, *sight = _masks(None, False, causal, window)
-    if segments is None:
-        (squares, queries, keys), holes = plan.plain_backward(B, T, S, rows, *sight), False
-    else:
-        stretches, holes = plan.runs(B, T, S, segments)
-        squares, queries, keys = plan.backward_squares(stretches, rows, S - T, *sight)
+    squares, holes, queries, keys = plan.backward_squares(B, T, S, _names(segments), rows, *sight)
     # Each head has sums of its own; they are added when it is done, or by a pass at the end.
     together = 4 * get_num_threads() <= B * G and len(squares) == 1 and rows >= T
     parts = G if together else H
@@ -258,6 +250,10 @@ def _filled(x):
     out = buffers.zeros((*x.shape[:-1], wide), x.dtype)
     out[..., :D] = x
     return out
+
+
+def _names(segments):
+    return None if segments is None else segments.tobytes()
 
 
 _NO_SEGMENTS = np.zeros((1, 1), np.int64)

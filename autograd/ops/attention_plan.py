@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 
@@ -16,31 +15,31 @@ ROWS, SIZE = 512, 512 * 64  # a chunk has at most so many rows, and so many elem
 RUN = 5  # batch row, first query, queries, first key, end of the keys
 
 
-def runs(B: int, T: int, S: int, segments: Any) -> tuple[np.ndarray, bool]:
+def runs(B: int, T: int, S: int, names: bytes | None) -> tuple[np.ndarray, bool]:
     """The stretches of consecutive queries of one segment, (N, RUN), without the padding.
 
-    The second result says whether a segment has other segments' keys between its own.
+    `names` are the bytes of segments (B, S), of int64: something that a cache can look up. The
+    second result says whether a segment has other segments' keys between its own.
     """
-    if segments is None:
+    if names is None:
         rows = np.zeros((B, RUN), np.int64)
         rows[:, 0], rows[:, 2], rows[:, 4] = np.arange(B), T, S
         return rows, False
-    start = np.ones((B, S), bool)
-    start[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    names = np.stack([np.repeat(np.arange(B), S), segments.reshape(-1)])  # a segment of one row
-    _, first, which = np.unique(names, axis=1, return_index=True, return_inverse=True)
-    which, last = which.reshape(B, S), np.zeros(len(first), np.int64)
-    np.maximum.at(last, which.reshape(-1), np.arange(B * S))
-    holes = bool(start.sum() > len(first))
-
-    start[:, S - T] = True
-    b, s = np.nonzero(start[:, S - T :])
-    s += S - T
-    ends = np.append(b * S + s, B * S)[1:]
-    n = np.minimum(ends, (b + 1) * S) - (b * S + s)
-    name = which[b, s]
-    rows = np.stack([b, s - (S - T), n, first[name] - b * S, last[name] + 1 - b * S], axis=1)
-    return rows[segments[b, s] >= 0], holes
+    segments = np.frombuffer(names, np.int64).reshape(B, S)
+    new = np.ones((B, S), bool)
+    new[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    b, s = np.nonzero(new)
+    end = np.append(b * S + s, B * S)[1:] - b * S
+    real = segments[b, s] >= 0
+    b, s, end = b[real], s[real], end[real]
+    kinds = np.stack([b, segments[b, s]], axis=1)
+    kinds, which = np.unique(kinds, axis=0, return_inverse=True)
+    which, first, last = which.reshape(-1), np.full(len(kinds), S), np.zeros(len(kinds), np.int64)
+    np.minimum.at(first, which, s)
+    np.maximum.at(last, which, end)
+    t = np.maximum(s - (S - T), 0)
+    rows = np.stack([b, t, end - (S - T) - t, first[which], last[which]], axis=1)
+    return rows[rows[:, 2] > 0], len(kinds) < len(which)
 
 
 def chunk_rows(D: int) -> int:
@@ -48,33 +47,26 @@ def chunk_rows(D: int) -> int:
     return max(TILE, min(ROWS, SIZE // D // TILE * TILE))
 
 
-@functools.lru_cache(maxsize=64)
-def plain_forward(B: int, T: int, S: int, chunk: int) -> np.ndarray:
-    """`forward_items` of sequences without segments."""
-    return forward_items(runs(B, T, S, None)[0], chunk)
-
-
-def forward_items(rows: np.ndarray, chunk: int) -> np.ndarray:
-    """The runs cut to chunks of queries, those with the most keys first: (N, RUN)."""
+@functools.lru_cache(maxsize=32)
+def forward_items(
+    B: int, T: int, S: int, names: bytes | None, chunk: int
+) -> tuple[np.ndarray, bool]:
+    """The runs cut to chunks of queries, those with the most keys first: (N, RUN); holes."""
+    rows, holes = runs(B, T, S, names)
     items = [
         (b, t, min(chunk, t0 + n - t), first, end)
         for b, t0, n, first, end in rows.tolist()
         for t in range(t0, t0 + n, chunk)
     ]
     items.sort(key=lambda item: item[3] - item[1])
-    return np.array(items, np.int64).reshape(-1, RUN)
+    return np.array(items, np.int64).reshape(-1, RUN), holes
 
 
-@functools.lru_cache(maxsize=64)
-def plain_backward(B: int, T: int, S: int, chunk: int, reach: int, window: int) -> Any:
-    """`backward_squares` of sequences without segments."""
-    return backward_squares(runs(B, T, S, None)[0], chunk, S - T, reach, window)
-
-
+@functools.lru_cache(maxsize=32)
 def backward_squares(
-    rows: np.ndarray, chunk: int, shift: int, reach: int, window: int
-) -> tuple[list[np.ndarray], int, int]:
-    """Squares of a chunk of queries by a chunk of keys, in waves; how many queries and keys.
+    B: int, T: int, S: int, names: bytes | None, chunk: int, reach: int, window: int
+) -> tuple[list[np.ndarray], bool, int, int]:
+    """Squares of a chunk of queries by a chunk of keys, in waves; holes; queries and keys in them.
 
     dQ is summed over ascending keys, dK and dV over ascending queries. So a square comes one wave
     after the squares to its left and above it; those of one wave share no sum. A square is: batch
@@ -83,14 +75,15 @@ def backward_squares(
     """
     waves: dict[int, list[tuple]] = {}
     queries = keys = 0
+    rows, holes = runs(B, T, S, names)
     done: dict[tuple, list] = {}  # by segment, which may have several runs: chunks, columns
     for b, t0, n, first, end in rows.tolist():
         before, started = done.setdefault((b, first), [0, set()])
         done[b, first][0] += -(-n // chunk)
         for at, t in enumerate(range(t0, t0 + n, chunk), before):
             m = min(chunk, t0 + n - t)
-            low = max(first, t + shift - window + 1)
-            high = min(end, t + m + shift + reach)
+            low = max(first, t + S - T - window + 1)
+            high = min(end, t + m + S - T + reach)
             if high <= low:
                 continue
             queries += m
@@ -102,4 +95,4 @@ def backward_squares(
                 started.add(c)
                 square = (b, t, m, k, stop, new, c == columns[0], c == columns[-1])
                 waves.setdefault(at + c, []).append(square)
-    return [np.array(waves[w], np.int64) for w in sorted(waves)], queries, keys
+    return [np.array(waves[w], np.int64) for w in sorted(waves)], holes, queries, keys
