@@ -16,7 +16,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.np.arrayobj import make_array
+from numba.np.arrayobj import make_array, populate_array
 
 from .lanes import intrinsic
 from .launch import VECTOR_WIDTH
@@ -259,3 +259,20 @@ def pointer(typingctx, address):
         return b.inttoptr(args[0], context.get_value_type(sig.return_type))
 
     return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def array_at(typingctx, address, kind):
+    """The memory from `address` on as a flat array, of an array's type or of a NumPy type."""
+    dtype = kind.instance_type if isinstance(kind, types.NumberClass) else kind.dtype
+    array_type = types.Array(dtype, 1, "C")
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        array = make_array(array_type)(context, b)
+        size = context.get_constant(types.intp, dtype.bitwidth // 8)
+        data = b.inttoptr(args[0], array.data.type)
+        endless = context.get_constant(types.intp, 1 << 48)
+        populate_array(array, data, [endless], [size], size, meminfo=None)
+        return array._getvalue()
+
+    return array_type(types.int64, kind), codegen

@@ -23,7 +23,6 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray
 
 from ..backend import array_module, kernel
 from ..buffers import empty
@@ -37,9 +36,9 @@ from ..tile import (
     ROWS,
     VECTOR_WIDTH,
     VECTORS,
+    array_at,
     lanes,
     move_panel,
-    pointer,
     tile,
     transpose,
 )
@@ -103,8 +102,9 @@ SWAPPED = 4  # as PAIRS would be multiplied, one by one: neighbours change place
 CODES = 5  # 4-bit codes
 
 TALL = 96  # rows of a that are packed at once, where they must be
-A_ROW = KC + 16  # not a multiple of 4096 bytes, or all rows would want the same cache lines
-HUGE = 1 << 48
+A_ROW = (
+    KC + 16
+)  # not a multiple of 4096 bytes, or all rows would want the same cache lines
 
 
 class Operand(NamedTuple):
@@ -139,12 +139,18 @@ def gemm_cpu(a, b, transpose_a, transpose_b, bias=None, residual=None, out=None)
         a_side, b_side = _side(a, SWAPPED), _side(b, SWAPPED)
     K, M = a.shape[-2:] if transpose_a else a.shape[:-3:-1]
     N = b.shape[-2] if transpose_b else b.shape[-1]
-    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if a.ndim + b.ndim > 4 else ()
-    if out is not None and out is residual:  # which is needed until the sums are finished
+    batch = (
+        np.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if a.ndim + b.ndim > 4 else ()
+    )
+    if (
+        out is not None and out is residual
+    ):  # which is needed until the sums are finished
         return np.add(residual, gemm_cpu(a, b, transpose_a, transpose_b, bias), out=out)
     out = empty((*batch, M, N), dtype) if out is None else out
     offsets = _offsets(a, a_side, b, b_side, batch) if batch else (0, 0)
-    _launch(a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bias, residual)
+    _launch(
+        a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bias, residual
+    )
     return out if lead is None else out.reshape(*lead, N)
 
 
@@ -206,7 +212,9 @@ def _offsets(a, a_side, b, b_side, batch):
     return offsets.reshape(-1).tolist()
 
 
-def _launch(a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bias, residual):
+def _launch(
+    a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bias, residual
+):
     if not out.size:
         return
     paired = 1
@@ -220,7 +228,8 @@ def _launch(a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bia
     work = empty((min(threads, jobs), size), np.uint32 if paired == 2 else out.dtype)
     plan = (
         M, N, -(-K // paired), KC // paired, tall, wide, panel, transpose_a, transpose_b,
-        _address(bias), _address(residual), K, *a_side, *b_side, *offsets,
+        _address(bias), _address(residual), K, *a_side, *b_side,
+        _address(work), work.strides[0], *offsets,
     )  # fmt: skip
     _gemm_job(jobs, np.array(plan, np.int64), work, out.reshape(-1))
 
@@ -245,6 +254,9 @@ def _cut(batch, M, N, threads, itemsize):
     return best[1:]
 
 
+# Numba compiles a function anew for each literal number that it is called with; not for these.
+_ZERO, _ONE, _A_ROW = np.int64(0), np.int64(1), np.int64(A_ROW)
+
 # --- CPU: one job --------------------------------------------------------------------------
 
 
@@ -257,20 +269,23 @@ def _gemm_job(i, thread, plan, work, out):
     a = Operand(plan[12], plan[13], plan[14], length, plan[16], plan[17])
     b = Operand(plan[18], plan[19], plan[20], length, plan[22], plan[23])
     vector = VECTOR_WIDTH * 4 // work.itemsize
-    pa = work[thread, : TALL * A_ROW]
-    pb = work[thread, TALL * A_ROW : TALL * A_ROW + wide * KC]
-    stage = work[thread, TALL * A_ROW + wide * KC :]
-    edge = work[thread, TALL * A_ROW + wide * KC + VECTOR_WIDTH * A_ROW :].view(out.dtype)
+    memory = plan[24] + thread * plan[25]
+    pa = array_at(memory, work)
+    pb = array_at(memory + TALL * A_ROW * work.itemsize, work)
+    stage = array_at(memory + (TALL * A_ROW + wide * KC) * work.itemsize, work)
+    edge = array_at(
+        memory + (TALL * A_ROW + wide * KC + VECTOR_WIDTH * A_ROW) * work.itemsize, out
+    )
     down, across = -(-M // tall), -(-N // wide)
     n, i = i // (down * across), i % (down * across)
     m0, n0 = i // across * tall, i % across * wide
     tall, wide = min(tall, M - m0), min(wide, N - n0)
-    a_at, b_at = plan[24 + 2 * n], plan[25 + 2 * n]
+    a_at, b_at = plan[26 + 2 * n], plan[27 + 2 * n]
     first = (n * M + m0) * N + n0
 
     x, y = (
-        carray(pointer(a.address), HUGE, work.dtype),
-        carray(pointer(b.address), HUGE, work.dtype),
+        array_at(a.address, work),
+        array_at(b.address, work),
     )
     # Rows a multiple of 4096 bytes apart would all want the same lines of the cache.
     loose_a = a.kind == SAME and a.row * work.itemsize % 4096 != 0
@@ -296,7 +311,9 @@ def _gemm_job(i, thread, plan, work, out):
                 xs, at, row, step = pa, 0, A_ROW, 1
             r = 0
             while r < mc:
-                rows = ROWS if r + ROWS <= mc else ROWS // 3 if r + ROWS // 3 <= mc else 1
+                rows = (
+                    ROWS if r + ROWS <= mc else ROWS // 3 if r + ROWS // 3 <= mc else 1
+                )
                 xr, to = at + r * row, first + (m + r) * N
                 if loose:
                     ys, y_at = y, b_at + k0 * b.row + n0
@@ -306,12 +323,12 @@ def _gemm_job(i, thread, plan, work, out):
                     )  # fmt: skip
                 if loose < full:
                     _strip(
-                        rows, xs, xr, row, step, pb, 0, kp * panel, panel,
+                        rows, xs, xr, row, step, pb, _ZERO, kp * panel, panel,
                         (full - loose) // panel, panel, out, to + loose, N, kc, mode,
                     )  # fmt: skip
                 if full < wide:
                     _strip(
-                        rows, xs, xr, row, step, pb, (full - loose) * kp, 0, panel, 1, panel,
+                        rows, xs, xr, row, step, pb, (full - loose) * kp, _ZERO, panel, _ONE, panel,
                         edge, (m + r) * panel, panel, kc, mode,
                     )  # fmt: skip
                 r += rows
@@ -324,11 +341,15 @@ def _gemm_job(i, thread, plan, work, out):
 
 
 _tile, _tile_less, _tile_one = (tile(rows, VECTORS) for rows in (ROWS, ROWS // 3, 1))
-_narrow, _narrow_less, _narrow_one = (tile(rows, 1, NARROW) for rows in (ROWS, ROWS // 3, 1))
+_narrow, _narrow_less, _narrow_one = (
+    tile(rows, 1, NARROW) for rows in (ROWS, ROWS // 3, 1)
+)
 
 
 @device(forceinline=False)
-def _strip(rows, x, at, row, step, y, y_at, y_j, y_k, panels, panel, out, o, o_row, kc, mode):
+def _strip(
+    rows, x, at, row, step, y, y_at, y_j, y_k, panels, panel, out, o, o_row, kc, mode
+):
     """The tiles of a few rows, over all panels."""
     if panel < VECTORS * (VECTOR_WIDTH * 4 // x.itemsize):
         for j in range(panels):
@@ -431,11 +452,11 @@ def _finish(out, o, wide, n0, bias, residual):
     """One row of finished sums becomes residual + (sum + bias)."""
     to = out[o : o + wide]
     if bias:
-        extra = carray(pointer(bias), HUGE, out.dtype)[n0 : n0 + wide]
+        extra = array_at(bias, out)[n0 : n0 + wide]
         for j in range(wide):
             to[j] += extra[j]
     if residual:
-        old = carray(pointer(residual), HUGE, out.dtype)[o : o + wide]
+        old = array_at(residual, out)[o : o + wide]
         for j in range(wide):
             to[j] = old[j] + to[j]
 
@@ -448,10 +469,10 @@ def _pack_b(b, base, tb, k0, kc, n0, wide, panel, pb, stage):
     """Columns n0 ... of b in panels: pb[panel][k][column in the panel]."""
     vector = VECTOR_WIDTH * 4 // pb.itemsize
     kp = -(-kc // vector) * vector
-    x = carray(pointer(b.address), HUGE, pb.dtype)
+    x = array_at(b.address, pb)
     if tb and panel < vector * VECTORS:
         for j in range(wide):
-            _along(b, base + (n0 + j) * b.row, k0, kc, stage, 0)
+            _along(b, base + (n0 + j) * b.row, k0, kc, stage, _ZERO)
             o = j // panel * panel * kp + j % panel
             for k in range(kc):
                 pb[o + k * panel] = stage[k]
@@ -472,13 +493,13 @@ def _pack_b(b, base, tb, k0, kc, n0, wide, panel, pb, stage):
                         stage,
                         r * A_ROW,
                     )
-                _turn(stage, 0, A_ROW, kc - whole, pb, o + whole * panel, panel)
+                _turn(stage, _ZERO, _A_ROW, kc - whole, pb, o + whole * panel, panel)
     else:
         whole = wide // panel * panel if panel == vector * VECTORS else 0
         for k in range(kc):
             at = base + (k0 + k) * b.row + n0
             if b.kind != SAME:
-                _across(b, base, k0 + k, n0, wide, stage, 0)
+                _across(b, base, k0 + k, n0, wide, stage, _ZERO)
                 x, at = stage, 0
             for j in range(0, whole, panel):
                 move_panel(x, at + j, pb, j * kp + k * panel)
@@ -494,16 +515,16 @@ def _pack_a(a, base, ta, k0, kc, m0, mc, pa, stage):
             _along(a, base + (m0 + r) * a.row, k0, kc, pa, r * A_ROW)
         return
     vector = VECTOR_WIDTH * 4 // pa.itemsize
-    x = carray(pointer(a.address), HUGE, pa.dtype)
+    x = array_at(a.address, pa)
     for k in range(0, kc, vector):
         whole = 0
         if a.kind == SAME and k + vector <= kc:
             whole = mc // vector * vector
-            _turn(x, base + (k0 + k) * a.row + m0, a.row, whole, pa, k, A_ROW)
+            _turn(x, base + (k0 + k) * a.row + m0, a.row, whole, pa, k, _A_ROW)
         if whole < mc:
             for r in range(min(vector, kc - k)):
                 _across(a, base, k0 + k + r, m0 + whole, mc - whole, stage, r * A_ROW)
-            _turn(stage, 0, A_ROW, mc - whole, pa, k + whole * A_ROW, A_ROW)
+            _turn(stage, _ZERO, _A_ROW, mc - whole, pa, k + whole * A_ROW, _A_ROW)
 
 
 @device(forceinline=False)
@@ -522,13 +543,13 @@ def _along(x, base, k, n, out, o):
     """out[o : o + n] = elements k ... of the row that begins at `base`, where k runs along rows."""
     to = out[o : o + n]
     if x.kind == PAIRS:
-        halves = carray(pointer(x.address), HUGE, np.uint16)[base : base + x.length]
+        halves = array_at(x.address, np.uint16)[base : base + x.length]
         for i in range(n):
             low = 2 * (k + i)
             high = np.uint32(halves[low + 1]) if low + 1 < x.length else np.uint32(0)
             to[i] = np.uint32(halves[low]) | high << np.uint32(16)
     elif x.kind == SWAPPED:
-        halves = carray(pointer(x.address), HUGE, np.uint16)[base : base + x.length]
+        halves = array_at(x.address, np.uint16)[base : base + x.length]
         bits = to.view(np.uint32)
         for i in range(n):
             other = (k + i) ^ 1
@@ -543,9 +564,9 @@ def _across(x, base, k, j, n, out, o):
     to = out[o : o + n]
     if x.kind == PAIRS:
         at = base + 2 * k * x.row + j
-        low = carray(pointer(x.address), HUGE, np.uint16)[at : at + n]
+        low = array_at(x.address, np.uint16)[at : at + n]
         if 2 * k + 1 < x.length:
-            high = carray(pointer(x.address), HUGE, np.uint16)[at + x.row : at + x.row + n]
+            high = array_at(x.address, np.uint16)[at + x.row : at + x.row + n]
             for i in range(n):
                 to[i] = np.uint32(low[i]) | np.uint32(high[i]) << np.uint32(16)
         else:
@@ -553,7 +574,7 @@ def _across(x, base, k, j, n, out, o):
                 to[i] = np.uint32(low[i])
     elif x.kind == SWAPPED:
         at = base + (k ^ 1 if k ^ 1 < x.length else k) * x.row + j
-        halves = carray(pointer(x.address), HUGE, np.uint16)[at : at + n]
+        halves = array_at(x.address, np.uint16)[at : at + n]
         bits = to.view(np.uint32)
         for i in range(n):
             bits[i] = _flushed(halves[i])
@@ -566,18 +587,18 @@ def _elements(x, at, n, out, o):
     """out[o : o + n] = the elements from `at` on, made what a tile multiplies."""
     to = out[o : o + n]
     if x.kind == SAME:
-        source = carray(pointer(x.address), HUGE, out.dtype)[at : at + n]
+        source = array_at(x.address, out)[at : at + n]
         for i in range(n):
             to[i] = source[i]
     elif x.kind == CODES:
-        codes = carray(pointer(x.address), HUGE, np.uint8)
-        scales = carray(pointer(x.scales), HUGE, np.float32)
-        table = carray(pointer(x.table), 16, np.float32)
+        codes = array_at(x.address, np.uint8)
+        scales = array_at(x.scales, np.float32)
+        table = array_at(x.table, np.float32)
         for i in range(n):
             code = codes[(at + i) >> 1] >> (4 * (1 - (at + i & 1))) & 15
             to[i] = table[code] * scales[(at + i) // BLOCK]
     else:
-        halves = carray(pointer(x.address), HUGE, np.uint16)[at : at + n]
+        halves = array_at(x.address, np.uint16)[at : at + n]
         bits = to.view(np.uint32)
         if x.kind == BFLOAT16:
             for i in range(n):
