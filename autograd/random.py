@@ -110,8 +110,7 @@ _M0, _M1 = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)  # multi
 _W0, _W1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)  # added to the key
 
 
-@intrinsic
-def _high_product(typingctx: Any, a: Any, b: Any) -> Any:
+def _high_words(typingctx: Any, a: Any, b: Any) -> Any:
     """The upper 64 bits of the 128-bit product."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -120,6 +119,9 @@ def _high_product(typingctx: Any, a: Any, b: Any) -> Any:
         return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
 
     return types.uint64(types.uint64, types.uint64), codegen
+
+
+_high_product: Any = intrinsic(_high_words)
 
 
 @device

@@ -230,8 +230,8 @@ def both_cpu(i, rows, scale, out, labels, losses):
 def linear_cross_entropy_rows_cpu(x, weight, labels, bias, ignore_index, count, mode, needs):
     N, V = len(x), len(weight)
     scale = x.dtype.type(1) / x.dtype.type(count) if any(needs) else None
-    want_x, want_weight, want_bias = needs[0], needs[1], bias is not None and needs[3]
-    dx = zeros(x.shape, x.dtype) if want_x else None
+    want_weight, want_bias = needs[1], bias is not None and needs[3]
+    dx = zeros(x.shape, x.dtype) if needs[0] else None
     dweight = dbias = None
     losses = np.zeros(N)
     table = in_precision(weight, mode)
@@ -245,9 +245,9 @@ def linear_cross_entropy_rows_cpu(x, weight, labels, bias, ignore_index, count, 
         losses[rows] = _block_losses(d, labels[rows], scale)
         if want_bias:
             dbias = add_chains(sum_chains(d[None]), dbias)  # (1, V)
-        if want_x or want_weight:
+        if dx is not None or want_weight:
             d = in_precision(d, mode)
-        if want_x:
+        if dx is not None:
             dx[rows] = gemm(d, table, False, False)
         if want_weight:
             dweight = _add_product(dweight, d, xs)
@@ -255,7 +255,7 @@ def linear_cross_entropy_rows_cpu(x, weight, labels, bias, ignore_index, count, 
     if want_weight and dweight is None:
         dweight = zeros(weight.shape, weight.dtype)
     if want_bias:
-        dbias = zeros(bias.shape, bias.dtype) if dbias is None else dbias.reshape(V)
+        dbias = zeros((V,), x.dtype) if dbias is None else dbias.reshape(V)
     return sum_in_blocks(losses), dx, dweight, dbias
 
 
