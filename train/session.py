@@ -67,8 +67,8 @@ def resume(path: str, flags: dict[str, Any], stream: TextIO) -> int:
 
 def _absolute(settings: Settings) -> Settings:
     """The same with paths that hold wherever the run is looked at from."""
-    paths = {name: getattr(settings, name) for name in ("data", "model")}
-    found = {k: str(Path(v).resolve()) for k, v in paths.items() if v not in (None, STDLIB)}
+    paths = {"data": settings.data or STDLIB, "model": settings.model}
+    found = {k: v if v in (None, STDLIB) else str(Path(v).resolve()) for k, v in paths.items()}
     return dataclasses.replace(settings, **found)
 
 
@@ -217,7 +217,7 @@ class Session:
         self.say(f"done in {clock(times['seconds'])}; a sample:\n\n{prompt}{text}\n")
 
 
-def sample(run: Run, n: int = 200) -> tuple[str, str]:
+def sample(run: Run, n: int = 300) -> tuple[str, str]:
     """The run's prompt, and how its model continues it."""
     tokenizer, prompt = run.tokenizer, run.settings.prompt
     if prompt is None and run.data.source == STDLIB:
@@ -232,7 +232,7 @@ def sample(run: Run, n: int = 200) -> tuple[str, str]:
         run.model,
         ids,
         max_new_tokens=max(0, min(n, room)),
-        temperature=0.8,
+        temperature=0.7,
         stop=None if tokenizer.eos is None else [tokenizer.eos],
         seed=run.settings.seed,
     )

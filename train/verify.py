@@ -18,6 +18,7 @@ from typing import Any
 from ..optim import weights_sha256
 from ..transformer.hf_config import config_to_hf
 from ..transformer.safetensors_io import TensorFile
+from .data import STDLIB
 from .environment import environment
 from .folder import RunFolder
 from .run import OF_THE_MACHINE, Run, build, due, open_model, record, settings_sha256, steps
@@ -78,7 +79,7 @@ def verify(
     for what, value in replay.identity().items():
         if written.get(what) != value:
             why = ""
-            if what == "data" and settings.data is None:
+            if what == "data" and settings.data == STDLIB:
                 why = " (the standard library is another one in each version of Python)"
             report.problems.append(
                 f"the {what} differs: recorded {written.get(what)}, now {value}{why}"
