@@ -48,13 +48,13 @@ def measure(layers: int, policy: str, precision: str) -> tuple[float, int]:
 def rows(threads: int) -> Iterator[Row]:
     """Each policy at two depths beside none, then each precision beside float32."""
     for layers in (4, 16):
-        t_none, m_none = measure(layers, "none", "fp32")
-        for policy in POLICIES:
-            t, m = measure(layers, policy, "fp32")
-            note = f"activations {m / 1e6:.0f} MB, {m / m_none:.2f} of none"
-            yield Row("memory", f"{layers} layers, {policy}", threads, t, t_none, "none", note=note)
-    t_full, m_full = measure(8, "none", "fp32")
-    for precision in ("fp32", "bf16", "fp16"):
-        t, m = measure(8, "none", precision)
-        note = f"activations {m / 1e6:.0f} MB, {m / m_full:.2f} of fp32"
-        yield Row("memory", f"8 layers, {precision}", threads, t, t_full, "fp32", note=note)
+        found = {policy: measure(layers, policy, "fp32") for policy in POLICIES}
+        yield from _rows(f"{layers} layers", "none", found, threads)
+    found = {precision: measure(8, "none", precision) for precision in ("fp32", "bf16", "fp16")}
+    yield from _rows("8 layers", "fp32", found, threads)
+
+
+def _rows(what: str, base: str, found: dict[str, tuple[float, int]], threads: int) -> Iterator[Row]:
+    for name, (t, m) in found.items():
+        note = f"activations {m / 1e6:.0f} MB, {m / found[base][1]:.2f} of {base}"
+        yield Row("memory", f"{what}, {name}", threads, t, found[base][0], base, note=note)

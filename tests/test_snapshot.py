@@ -226,6 +226,12 @@ def test_what_is_harmless_is_reported(tmp_path):
     assert len(snapshot.notes) == 1
 
 
+def test_a_constant_schedule_may_go_on_for_longer(tmp_path):
+    save_snapshot(tmp_path, make(lr_schedule="constant"))
+    with pytest.warns(RuntimeWarning, match="max_steps was 8, is 9"):
+        load_snapshot(tmp_path, make(lr_schedule="constant", max_steps=9))
+
+
 def test_other_frozen_weights_are_refused(tmp_path):
     save_snapshot(tmp_path, make("lora"))
     trainer = make("lora")

@@ -438,17 +438,18 @@ def test_scaling_by_powers_of_two_changes_no_bit():
 
 
 def test_precisions_learn_alike():
-    # The band is a few roundings of 16-bit operands: bfloat16 has 8 significant bits.
+    # The band: half a percent of the loss at every step, while it falls by more than a third.
+    # (bfloat16 rounds to one part in 256; an even warmup keeps the curve from amplifying that.)
     curves = {}
     for precision in ("fp32", "fp16", "bf16"):
-        trainer = TransformerTrainer(config(precision_config=precision, lr=3e-3))
+        trainer = TransformerTrainer(config(precision_config=precision, lr=3e-3, warmup_steps=10))
         (batch,) = batches(1, 4, 16)
         curves[precision] = [trainer.train_batch(batch) for _ in range(40)]
         assert trainer.is_mixed_precision == (precision != "fp32")
         assert all(p.dtype == np.float32 for p in trainer.model.parameters())
-    assert curves["fp32"][-1] < 0.7 * curves["fp32"][0]
+    assert curves["fp32"][-1] < 0.65 * curves["fp32"][0]
     np.testing.assert_allclose(curves["fp16"], curves["fp32"], rtol=5e-3)
-    np.testing.assert_allclose(curves["bf16"], curves["fp32"], rtol=3e-2)
+    np.testing.assert_allclose(curves["bf16"], curves["fp32"], rtol=5e-3)
     assert curves["fp16"] != curves["fp32"]
 
 
@@ -599,6 +600,11 @@ def test_builders_change_one_thing():
 def test_wrong_settings_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[0]):
         config(**wrong)
+
+
+def test_a_model_config_is_needed():
+    with pytest.raises(TypeError, match="model_config must be"):
+        TransformerTrainer(config(model_config=None))
 
 
 def test_unknown_settings_are_refused():

@@ -25,6 +25,7 @@ from afinar.train import (
     fit,
     list_snapshots,
     load_snapshot,
+    save_snapshot,
 )
 from afinar.transformer import TransformerConfig
 
@@ -218,6 +219,29 @@ def test_snapshots_are_taken_and_continue(tmp_path):
     load_snapshot(tmp_path, again)
     assert weights_sha256(again.model) == weights_sha256(it.model)
     assert again.metrics.val_losses == it.metrics.val_losses
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 5, 7, 8])
+def test_a_resumed_fit_ends_with_the_bits_of_the_straight_one(tmp_path, stop):
+    def shuffled(epoch):
+        return [BATCHES[n] for n in np.random.default_rng(epoch).permutation(5)]
+
+    class StopAt(Callback):
+        def on_step_end(self, context):
+            if context.global_step == stop:
+                save_snapshot(tmp_path, context.trainer)
+                raise KeyboardInterrupt
+
+    settings = {"accumulation_steps": 2}
+    straight, stopped, resumed = (trainer(**settings) for _ in range(3))
+    fit(straight, shuffled, epochs=3, valid=[batch(9)])
+    with pytest.raises(KeyboardInterrupt):
+        fit(stopped, shuffled, epochs=3, valid=[batch(9)], callbacks=[StopAt()])
+    load_snapshot(tmp_path, resumed)
+    fit(resumed, shuffled, epochs=3, valid=[batch(9)], resume=True)
+    assert weights_sha256(resumed.model) == weights_sha256(straight.model)
+    assert resumed.optimizer_state_sha256() == straight.optimizer_state_sha256()
+    assert resumed.metrics == straight.metrics
 
 
 def test_an_exception_in_a_callback_still_ends_the_others(tmp_path):

@@ -153,15 +153,13 @@ class SnapshotCallback(Callback):
 
     def __init__(self, folder: str | os.PathLike[str], every: int | None = None, keep: int = 3):
         self.folder, self.every, self.keep = Path(folder), every, keep
-        self.best = math.inf
 
     def on_step_end(self, context: CallbackContext) -> None:
         if self.every and context.global_step % self.every == 0:
             self._save(context, best=False)
 
     def on_validation(self, context: CallbackContext) -> None:
-        if context.val_loss is not None and context.val_loss < self.best:
-            self.best = context.val_loss
+        if context.val_loss == context.trainer.metrics.best_val_loss:
             self._save(context, best=True)
 
     def on_train_end(self, context: CallbackContext) -> None:
@@ -170,9 +168,7 @@ class SnapshotCallback(Callback):
     def _save(self, context: CallbackContext, best: bool) -> None:
         from .snapshot import save_snapshot
 
-        best_loss = self.best if math.isfinite(self.best) else None
-        more = {"best_val_loss": best_loss, "epoch": context.epoch}
-        save_snapshot(self.folder, context.trainer, more, keep=self.keep, best=best)
+        save_snapshot(self.folder, context.trainer, keep=self.keep, best=best)
 
 
 class LRSchedule(Callback):

@@ -43,8 +43,12 @@ def fit(
     epochs: int = 1,
     valid: Sequence[LMBatch] | None = None,
     callbacks: Iterable[Callback] = (),
+    resume: bool = False,
 ) -> TrainResult:
     """Train for `epochs`, each over all `batches` (or over `batches(epoch)`).
+
+    With `resume` the epochs that the trainer has done count, and the one that it is in continues
+    where it is: a trainer loaded from a snapshot ends with the bits of the straight run.
 
     A begun window is applied at the end of an epoch. After an epoch the model is validated on
     `valid`. Progress is reported every `log_interval` steps, and with `checkpoint_dir` there are
@@ -59,11 +63,13 @@ def fit(
     result, first = TrainResult(), trainer.step
     try:
         action = hooks.fire("on_train_begin", context)
-        for epoch in range(epochs):
+        for epoch in range(trainer.metrics.epoch if resume else 0, epochs):
             if action is Action.STOP or trainer.reached_max_steps:
                 break
             part = batches(epoch) if callable(batches) else batches
-            action = _epoch(trainer, part, epoch, valid, hooks, context, result)
+            done = trainer.batches - trainer.epoch_start if resume else 0
+            action = _epoch(trainer, part, done, epoch, valid, hooks, context, result)
+            resume = False
         result.stopped = action is Action.STOP
     finally:
         result.steps = trainer.step - first
@@ -74,6 +80,7 @@ def fit(
 def _epoch(
     trainer: TransformerTrainer,
     batches: Iterable[LMBatch],
+    done: int,
     epoch: int,
     valid: Sequence[LMBatch] | None,
     hooks: CallbackList,
@@ -86,14 +93,14 @@ def _epoch(
         context.steps_per_epoch = math.ceil(len(batches) / trainer.config.accumulation_steps)
     action = hooks.fire("on_epoch_begin", context)
     total, tokens = 0.0, 0
-    for window in _windows(batches, trainer.config.accumulation_steps):
+    for window in _windows(batches, done, trainer.config.accumulation_steps):
         if action is not Action.CONTINUE or trainer.reached_max_steps:
             break
         action = _step(trainer, window, hooks, context)
         if trainer.last is not None and trainer.last.skipped is None:
             total += trainer.last.loss * trainer.last.tokens
             tokens += trainer.last.tokens
-    trainer.metrics.record_epoch()
+    trainer.end_epoch()
     context.loss = total / tokens if tokens else math.nan
     result.losses.append(context.loss)
     result.epochs += 1
@@ -132,8 +139,8 @@ def _step(
     return hooks.fire("on_step_end", context)
 
 
-def _windows(batches: Iterable[LMBatch], size: int) -> Iterator[list[LMBatch]]:
-    """Batches that are not empty, `size` at a time; the last window may be shorter."""
-    rest = (batch for batch in batches if batch.batch_size)
+def _windows(batches: Iterable[LMBatch], done: int, size: int) -> Iterator[list[LMBatch]]:
+    """Batches that are not empty, after the first `done`, `size` at a time, the last ones fewer."""
+    rest = itertools.islice((batch for batch in batches if batch.batch_size), done, None)
     while window := list(itertools.islice(rest, size)):
         yield window

@@ -282,7 +282,8 @@ def _compare(snapshot: Snapshot, trainer: TransformerTrainer) -> None:
         for name in sorted(theirs.keys() | ours.keys())
         if name != "model_config" and theirs.get(name) != ours.get(name)
     ]
-    serious = [name for name in changed if name not in HARMLESS]
+    harmless = {*HARMLESS, *(("max_steps",) if ours["lr_schedule"] == "constant" else ())}
+    serious = [name for name in changed if name not in harmless]
     if serious:
         raise ValueError(
             f"{snapshot.path} was saved with other settings: "

@@ -36,7 +36,13 @@ from ..lora import (
 )
 from ..optim import AdamW, grad_norm, param_groups
 from ..optim.clip import clip_coefficient
-from ..transformer import Decoder, DecoderConfig, Transformer, lock_init_seed
+from ..transformer import (
+    Decoder,
+    DecoderConfig,
+    Transformer,
+    TransformerConfig,
+    lock_init_seed,
+)
 from ..transformer.dropout import dropout_scope
 from .batch import LMBatch
 from .config import TransformerTrainConfig
@@ -59,7 +65,8 @@ class StepRecord:
 class TransformerTrainer:
     """Trains a new model of `config.model_config`, or with `with_model` one that exists.
 
-    `step` counts optimizer steps, `windows` attempts at one, `batches` the micro-batches taken.
+    `step` counts optimizer steps, `windows` attempts at one, `batches` the micro-batches taken,
+    `epoch_start` those taken before the current epoch.
     A window whose gradient is not finite, or in which no token counts, is dropped as a whole:
     `windows` advances, `step`, the optimizer and the schedule do not.
 
@@ -67,10 +74,18 @@ class TransformerTrainer:
     """
 
     def __init__(self, config: TransformerTrainConfig):
+        shape = config.model_config
         with lock_init_seed(config.seed):
-            decoder = isinstance(config.model_config, DecoderConfig)
-            make: type[Decoder | Transformer] = Decoder if decoder else Transformer
-            self._build(config, make(config.model_config))
+            if isinstance(shape, DecoderConfig):
+                model = Decoder(shape)
+            elif isinstance(shape, TransformerConfig):
+                model = Transformer(shape)
+            else:
+                raise TypeError(
+                    "TransformerTrainer: model_config must be a TransformerConfig or a "
+                    f"DecoderConfig, given {shape!r}; use with_model for a model that exists"
+                )
+        self._build(config, model)
 
     @classmethod
     def with_model(cls, model: Any, config: TransformerTrainConfig) -> TransformerTrainer:
@@ -100,7 +115,7 @@ class TransformerTrainer:
         self.schedule = config.schedule
         self.metrics = MetricsTracker()
         self.loss_fn = CausalLMLoss(model.config.vocab_size)
-        self.step = self.windows = self.batches = 0
+        self.step = self.windows = self.batches = self.epoch_start = 0
         self.overflows_in_a_row = 0
         self.last: StepRecord | None = None
         self.profile: dict[str, float] = {}
@@ -352,8 +367,13 @@ class TransformerTrainer:
             if ends_epoch(callback(index, loss, self)):
                 break
         self.clip_and_step()
-        self.metrics.record_epoch()
+        self.end_epoch()
         return total / tokens if tokens else 0.0
+
+    def end_epoch(self) -> None:
+        """The next batch begins an epoch."""
+        self.epoch_start = self.batches
+        self.metrics.record_epoch()
 
     # --- what was trained ---
 
@@ -422,6 +442,7 @@ class TransformerTrainer:
             "step": self.step,
             "windows": self.windows,
             "batches": self.window_start,
+            "epoch_start": self.epoch_start,
             "overflows_in_a_row": self.overflows_in_a_row,
             "scaler": self.scaler.state_dict(),
             "metrics": vars(self.metrics).copy(),
@@ -436,7 +457,7 @@ class TransformerTrainer:
                 f"the saved state has the adapters {state['lora']}, this trainer has {ours}"
             )
         self.step, self.windows = state["step"], state["windows"]
-        self.batches = state["batches"]
+        self.batches, self.epoch_start = state["batches"], state["epoch_start"]
         self.overflows_in_a_row = state["overflows_in_a_row"]
         self.scaler.load_state_dict(state["scaler"])
         self.metrics = MetricsTracker(**state["metrics"])
