@@ -102,9 +102,7 @@ SWAPPED = 4  # as PAIRS would be multiplied, one by one: neighbours change place
 CODES = 5  # 4-bit codes
 
 TALL = 96  # rows of a that are packed at once, where they must be
-A_ROW = (
-    KC + 16
-)  # not a multiple of 4096 bytes, or all rows would want the same cache lines
+A_ROW = KC + 16  # not a multiple of 4096 bytes, or all rows would want the same cache lines
 
 
 class Operand(NamedTuple):
@@ -120,8 +118,10 @@ class Operand(NamedTuple):
 
 @gemm.cpu
 def gemm_cpu(a, b, transpose_a, transpose_b, bias=None, residual=None, out=None):
-    dtype = np.result_type(*(x.dtype for x in (a, b) if x.itemsize > 2), np.float32)
-    a, b, bias, residual = (_operand(x, dtype) for x in (a, b, bias, residual))
+    dtype = a.dtype if a.itemsize == 8 else b.dtype if b.itemsize == 8 else _FLOAT32
+    a, b = _operand(a, dtype), _operand(b, dtype)
+    bias = None if bias is None else _operand(bias, dtype)
+    residual = None if residual is None else _operand(residual, dtype)
     lead = None
     if b.ndim == 2 and a.ndim > 2 and not transpose_a:
         lead = a.shape[:-1]  # leading axes are more rows
@@ -130,8 +130,7 @@ def gemm_cpu(a, b, transpose_a, transpose_b, bias=None, residual=None, out=None)
         out = empty((len(a), len(b)), dtype) if out is None else out
         few_rows.few_rows(a, b, bias, residual, out, KC)
         return out if lead is None else out.reshape(*lead, len(b))
-    kinds = (np.uint16, np.uint16) == (a.dtype, b.dtype)
-    if not kinds:
+    if a.dtype.char != "H" or b.dtype.char != "H":
         a_side, b_side = _side(a), _side(b)
     elif PAIR_PRODUCTS and not is_deterministic():
         a_side, b_side = _pairs(a, transpose_a), _pairs(b, not transpose_b)
@@ -139,18 +138,12 @@ def gemm_cpu(a, b, transpose_a, transpose_b, bias=None, residual=None, out=None)
         a_side, b_side = _side(a, SWAPPED), _side(b, SWAPPED)
     K, M = a.shape[-2:] if transpose_a else a.shape[:-3:-1]
     N = b.shape[-2] if transpose_b else b.shape[-1]
-    batch = (
-        np.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if a.ndim + b.ndim > 4 else ()
-    )
-    if (
-        out is not None and out is residual
-    ):  # which is needed until the sums are finished
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if a.ndim + b.ndim > 4 else ()
+    if out is not None and out is residual:  # which is needed until the sums are finished
         return np.add(residual, gemm_cpu(a, b, transpose_a, transpose_b, bias), out=out)
     out = empty((*batch, M, N), dtype) if out is None else out
     offsets = _offsets(a, a_side, b, b_side, batch) if batch else (0, 0)
-    _launch(
-        a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bias, residual
-    )
+    _launch(a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bias, residual)
     return out if lead is None else out.reshape(*lead, N)
 
 
@@ -164,15 +157,14 @@ def gemm_codes_cpu(a, codes, scales, table, shape, transpose_b, bias=None):
 
 
 def _operand(x, dtype):
-    if x is None:
-        return None
     if x.ndim and min(x.strides) < 0:  # bodies count forwards only
         x = np.ascontiguousarray(x)
-    if x.dtype == dtype or (x.itemsize == 2 and dtype == np.float32):
+    if x.dtype is dtype or x.dtype == dtype or (x.itemsize == 2 and dtype.itemsize == 4):
         return x
     return widen(x).astype(dtype)
 
 
+_FLOAT32 = np.dtype(np.float32)
 _KINDS = {"f": SAME, "d": SAME, "H": BFLOAT16, "h": FLOAT16}
 
 
@@ -212,9 +204,7 @@ def _offsets(a, a_side, b, b_side, batch):
     return offsets.reshape(-1).tolist()
 
 
-def _launch(
-    a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bias, residual
-):
+def _launch(a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bias, residual):
     if not out.size:
         return
     paired = 1
@@ -273,9 +263,7 @@ def _gemm_job(i, thread, plan, work, out):
     pa = array_at(memory, work)
     pb = array_at(memory + TALL * A_ROW * work.itemsize, work)
     stage = array_at(memory + (TALL * A_ROW + wide * KC) * work.itemsize, work)
-    edge = array_at(
-        memory + (TALL * A_ROW + wide * KC + VECTOR_WIDTH * A_ROW) * work.itemsize, out
-    )
+    edge = array_at(memory + (TALL * A_ROW + wide * KC + VECTOR_WIDTH * A_ROW) * work.itemsize, out)
     down, across = -(-M // tall), -(-N // wide)
     n, i = i // (down * across), i % (down * across)
     m0, n0 = i // across * tall, i % across * wide
@@ -311,9 +299,7 @@ def _gemm_job(i, thread, plan, work, out):
                 xs, at, row, step = pa, 0, A_ROW, 1
             r = 0
             while r < mc:
-                rows = (
-                    ROWS if r + ROWS <= mc else ROWS // 3 if r + ROWS // 3 <= mc else 1
-                )
+                rows = ROWS if r + ROWS <= mc else ROWS // 3 if r + ROWS // 3 <= mc else 1
                 xr, to = at + r * row, first + (m + r) * N
                 if loose:
                     ys, y_at = y, b_at + k0 * b.row + n0
@@ -341,15 +327,11 @@ def _gemm_job(i, thread, plan, work, out):
 
 
 _tile, _tile_less, _tile_one = (tile(rows, VECTORS) for rows in (ROWS, ROWS // 3, 1))
-_narrow, _narrow_less, _narrow_one = (
-    tile(rows, 1, NARROW) for rows in (ROWS, ROWS // 3, 1)
-)
+_narrow, _narrow_less, _narrow_one = (tile(rows, 1, NARROW) for rows in (ROWS, ROWS // 3, 1))
 
 
 @device(forceinline=False)
-def _strip(
-    rows, x, at, row, step, y, y_at, y_j, y_k, panels, panel, out, o, o_row, kc, mode
-):
+def _strip(rows, x, at, row, step, y, y_at, y_j, y_k, panels, panel, out, o, o_row, kc, mode):
     """The tiles of a few rows, over all panels."""
     if panel < VECTORS * (VECTOR_WIDTH * 4 // x.itemsize):
         for j in range(panels):
