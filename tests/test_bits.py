@@ -63,6 +63,27 @@ def test_twenty_steps_have_one_digest(cell):
     assert output("training", **CELLS[cell], AFINAR_CELL=cell) == output("training")
 
 
+@pytest.mark.parametrize("cell", ["one thread", "two threads", "vectors of 8"])
+def test_the_record_of_a_run_has_the_same_bytes(cell, tmp_path):
+    """`afinar train` for 20 steps: digests.json, byte by byte, beside a run with other settings."""
+    (tmp_path / "text.txt").write_text("".join(f"{k} squared is {k * k}.\n" for k in range(500)))
+    flags = "--preset tiny --steps 20 --batch 3 --seq-len 64 --digest-every 5 --eval-rows 2".split()
+    records = []
+    for n, env in enumerate(({}, CELLS[cell])):
+        out = tmp_path / f"run{n}"
+        argv = ["train", "--data", str(tmp_path / "text.txt"), *flags, "--out", str(out)]
+        subprocess.run(
+            [sys.executable, "-m", "afinar.train", *argv],
+            check=True,
+            capture_output=True,
+            env=os.environ | env,
+            timeout=900,
+        )
+        records.append((out / "digests.json").read_bytes())
+    assert records[0] == records[1]
+    assert records[0].count(b"sha256") >= 1 or len(records[0]) > 500
+
+
 @pytest.mark.parametrize("mode", ["checkpointed"])
 def test_the_way_of_computing_changes_no_digest(mode):
     assert output("training", mode) == output("training")
