@@ -256,9 +256,9 @@ def _all_finite_cpu(x):
 
 @body
 def _count_wrong(i, x, out):
-    n = 0
-    for j in range(i * BLOCK, min((i + 1) * BLOCK, x.size)):
+    n, part = 0, x[i * BLOCK : (i + 1) * BLOCK]
+    for j in range(part.size):
         # An infinite or NaN x - x is NaN, which differs from itself.
-        d = x[j] - x[j]
+        d = part[j] - part[j]
         n += d != d
     out[i] = n

@@ -23,8 +23,9 @@ CHUNK = 1 << 14
 @body
 def copy_chunk(i, x, out):
     """out = x."""
-    for j in range(i * CHUNK, min((i + 1) * CHUNK, x.size)):
-        out[j] = x[j]
+    source, target = x[i * CHUNK : (i + 1) * CHUNK], out[i * CHUNK : (i + 1) * CHUNK]
+    for j in range(source.size):
+        target[j] = source[j]
 
 
 def rows(threads: int) -> Iterator[Row]:

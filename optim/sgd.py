@@ -65,7 +65,10 @@ CHUNK = 1 << 14
 @body
 def _update_chunk(i, p, g, velocity, constants, p_out, velocity_out):
     scale, lr, momentum = constants[0], constants[1], constants[2]
-    for j in range(i * CHUNK, min((i + 1) * CHUNK, p.size)):
+    mine = slice(i * CHUNK, (i + 1) * CHUNK)
+    p, g, velocity = p[mine], g[mine], velocity[mine]
+    p_out, velocity_out = p_out[mine], velocity_out[mine]
+    for j in range(p.size):
         new = velocity[j] * momentum - (g[j] * scale) * lr
         velocity_out[j] = new
         p_out[j] = p[j] + new
