@@ -34,15 +34,26 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.core import config as _numba_config
+from numba.extending import intrinsic as _intrinsic
 from numba.np.arrayobj import make_array
 from numba.np.numpy_support import from_dtype
 
-JIT = not numba.config.DISABLE_JIT
+# Numba makes the attributes of `config` at import, and drops an intrinsic's first parameter:
+# no checker can know.
+config: Any = _numba_config
+intrinsic: Any = _intrinsic
+
+JIT = not config.DISABLE_JIT
 
 # One compile policy. fastmath stays off: it lets LLVM reorder sums and assume that nothing is
 # infinite. The numpy error model divides without a check for zero that would stop vectorisation.
-_POLICY = {"error_model": "numpy", "nogil": True, "fastmath": False, "boundscheck": False}
+_POLICY: dict[str, Any] = {
+    "error_model": "numpy",
+    "nogil": True,
+    "fastmath": False,
+    "boundscheck": False,
+}
 
 # The lanes of the vectors that kernels spell out. Any value gives the same bits.
 VECTOR_WIDTH = int(os.environ.get("AFINAR_VECTOR_WIDTH", "0"))
@@ -58,7 +69,8 @@ def device(fn: Callable | None = None, **options: Any) -> Any:
     """Compile a helper that bodies call; small ones are always inlined."""
     if fn is None:
         return functools.partial(device, **options)
-    return numba.njit(fn, **{"forceinline": True, **_POLICY, **options})
+    options = {"forceinline": True, **_POLICY, **options}
+    return numba.njit(fn, **options)
 
 
 class Body:
@@ -238,12 +250,12 @@ def _cached_njit(fn: Callable, **options: Any) -> Any:
     from the environment, would leave old code in the cache.
     """
     folder = _cache_folder()
-    before = numba.config.CACHE_DIR
+    before = config.CACHE_DIR
     try:
-        numba.config.CACHE_DIR = folder or before
+        config.CACHE_DIR = folder or before
         return numba.njit(fn, cache=folder is not None, **_POLICY, **options)
     finally:
-        numba.config.CACHE_DIR = before
+        config.CACHE_DIR = before
 
 
 @functools.cache
@@ -288,7 +300,7 @@ if JIT:
 
 class _Threads:
     def __init__(self) -> None:
-        self.count = numba.config.NUMBA_NUM_THREADS
+        self.count = config.NUMBA_NUM_THREADS
         self.forked = False
         self.lock = threading.RLock()  # workqueue aborts on two launches at once
 
@@ -306,7 +318,7 @@ if hasattr(os, "register_at_fork"):
 
 def set_num_threads(n: int) -> None:
     """Use `n` threads from now on; results do not depend on it."""
-    most = numba.config.NUMBA_NUM_THREADS
+    most = config.NUMBA_NUM_THREADS
     if not isinstance(n, int) or not 1 <= n <= most:
         raise ValueError(
             f"set_num_threads: {n!r} asked for, between 1 and {most} possible "
@@ -326,7 +338,7 @@ def threading_layer() -> str:
         return "none"
     _idle(2, 0)
     try:
-        return numba.threading_layer()
+        return numba.threading_layer()  # pyright: ignore[reportPrivateImportUsage]
     except ValueError:  # one thread so far: no layer was started
         return "none"
 

@@ -13,7 +13,6 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
 from .launch import (
@@ -27,6 +26,7 @@ from .launch import (
     _take_next,
     _threads,
     get_num_threads,
+    intrinsic,
 )
 
 _LINE = 8  # a counter has a cache line of its own

@@ -67,7 +67,8 @@ def test_twenty_steps_have_one_digest(cell):
 def test_the_record_of_a_run_has_the_same_bytes(cell, tmp_path):
     """`afinar train` for 20 steps: digests.json, byte by byte, beside a run with other settings."""
     (tmp_path / "text.txt").write_text("".join(f"{k} squared is {k * k}.\n" for k in range(500)))
-    flags = "--preset tiny --steps 20 --batch 3 --seq-len 64 --digest-every 5 --eval-rows 2".split()
+    flags = ["--preset", "tiny", "--steps", "20", "--batch", "3", "--seq-len", "64"]
+    flags += ["--digest-every", "5", "--eval-rows", "2"]
     records = []
     for n, env in enumerate(({}, CELLS[cell])):
         out = tmp_path / f"run{n}"

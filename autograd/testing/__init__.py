@@ -3,10 +3,14 @@
 `gradcheck` needs nothing; `arrays`, `shapes` and `SAMPLES` need Hypothesis (extra `test`).
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .gradcheck import gradcheck
 from .tolerances import tolerance
+
+if TYPE_CHECKING:
+    from .samples import SAMPLES
+    from .strategies import arrays, broadcastable, shapes
 
 __all__ = ["SAMPLES", "arrays", "broadcastable", "gradcheck", "shapes", "tolerance"]
 
