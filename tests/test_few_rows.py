@@ -1,5 +1,7 @@
 """Products of few rows, and programs of bodies: the bits of what they stand for."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,7 +86,7 @@ def test_a_program_does_what_its_calls_do_one_by_one():
 
     xs = [np.arange(50, dtype=np.int64), *(np.zeros(50, np.int64) for _ in range(60))]
     program = Program()
-    for a, b in zip(xs, xs[1:], strict=False):
+    for a, b in itertools.pairwise(xs):
         program.add(_next, 50, a, b)
     program.finish()
     want = xs[0]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from .config import APR_EXTRA, TransformerConfig
-from .hf import check_finite
+from .hf import STORAGE, check_finite, place_parameters
 from .llama import Transformer
 from .module import check_names, check_shapes
 from .safetensors_io import atomic_file, convert, dtype_name, refuse_lfs_pointer
@@ -247,7 +247,7 @@ def load_apr(path: str | os.PathLike[str], dtype: str = "float32") -> Transforme
     A head without values stands for a tied one. Tensors named `__training__.…` are passed over.
     Raises ValueError as `read_apr` does, and for tensors that do not make up the model.
     """
-    if dtype not in ("float32", "bfloat16"):
+    if dtype not in STORAGE:
         raise ValueError(f'load_apr: dtype is "float32" or "bfloat16", not {dtype!r}')
     metadata, entries = read_apr(path)
     head = "lm_head.weight"
@@ -268,9 +268,8 @@ def load_apr(path: str | os.PathLike[str], dtype: str = "float32") -> Transforme
         {name: p.shape for name, p in parameters.items()},
         {name: e.shape for name, e in entries.items()},
     )
+    place_parameters(model, STORAGE[dtype])
     for name, p in parameters.items():
-        short = dtype == "bfloat16" and p.ndim > 1
-        p.requires_grad = not short
-        p.data = apr_array(name, entries[name], "BF16" if short else "F32")
+        p.data[...] = apr_array(name, entries[name], dtype_name(p.data))
         check_finite(name, p.data)
     return model

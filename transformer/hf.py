@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from ..autograd.buffers import ALIGN
 from .config import TransformerConfig
 from .decoder import Decoder
 from .hf_config import Config, config_from_hf, config_to_hf
 from .llama import Transformer
 from .module import check_names, check_shapes
 from .safetensors_io import (
+    DTYPES,
     TensorFolder,
     atomic_file,
     convert,
@@ -63,13 +65,10 @@ def load_pretrained(
         if isinstance(model, Decoder) and _CONV1D.search(own):
             shapes[own] = shapes[own][::-1]
     check_shapes(str(folder), {own: p.shape for own, p in parameters.items()}, shapes)
+    place_parameters(model, STORAGE[dtype])
     for own, p in parameters.items():
-        storage = STORAGE[dtype] if p.ndim > 1 else "F32"
-        if storage == "BF16":
-            p.requires_grad = False
-            p.data = np.empty(p.shape, np.uint16)
         turned = isinstance(model, Decoder) and _CONV1D.search(own)
-        files.read(names[own], storage, p.data.T if turned else p.data)
+        files.read(names[own], dtype_name(p.data), p.data.T if turned else p.data)
         check_finite(names[own], p.data)
     model.source = source
     return model
@@ -80,6 +79,24 @@ def new_model(config: Config) -> Transformer | Decoder:
     if isinstance(config, TransformerConfig):
         return Transformer.empty(config)
     return Decoder.empty(config)
+
+
+def place_parameters(model: Transformer | Decoder, storage: str) -> None:
+    """Give the parameters new arrays in one stretch of memory, matrices of the type `storage`.
+
+    The system maps a large stretch in large pages, and decoding reads it up to a third faster.
+    """
+    types = [DTYPES[storage if p.ndim > 1 else "F32"] for p in model.parameters()]
+    sizes = [p.size * np.dtype(t).itemsize for p, t in zip(model.parameters(), types, strict=True)]
+    ends = np.cumsum([-(-n // ALIGN) * ALIGN for n in sizes])
+    raw = np.empty(int(ends[-1]) + ALIGN, np.uint8)
+    # Memory, not a view of an array: each parameter is locked and unlocked for itself.
+    memory = memoryview(raw)[-raw.ctypes.data % ALIGN :]
+    for p, t, n, end in zip(model.parameters(), types, sizes, ends, strict=True):
+        start = int(end) - -(-n // ALIGN) * ALIGN
+        if t == np.uint16:
+            p.requires_grad = False
+        p.data = np.frombuffer(memory[start : start + n], t).reshape(p.shape)
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
