@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -117,7 +117,7 @@ class Operand(NamedTuple):
 
 
 @gemm.cpu
-def gemm_cpu(a, b, transpose_a, transpose_b, bias=None, residual=None, out=None):
+def gemm_cpu(a, b, transpose_a, transpose_b, bias=None, residual: Any = None, out: Any = None):
     dtype = a.dtype if a.itemsize == 8 else b.dtype if b.itemsize == 8 else _FLOAT32
     a, b = _operand(a, dtype), _operand(b, dtype)
     bias = None if bias is None else _operand(bias, dtype)
@@ -232,14 +232,14 @@ def _cut(batch, M, N, threads, itemsize):
     """
     narrow = lanes(itemsize, NARROW)
     panel = narrow if 2 * narrow >= N else VECTORS * lanes(itemsize)
-    best = None
+    best: Any = (math.inf,)
     for columns in range(-(-N // 384), -(-N // 384) + threads):
         wide = -(-N // (columns * panel)) * panel
         for rows in range(-(-M // 768), -(-M // 768) + threads):
             tall = -(-M // (rows * ROWS)) * ROWS
             jobs = batch * -(-M // tall) * -(-N // wide)
             time = -(-jobs // threads) * (tall * wide + 6 * wide + tall)
-            if best is None or time < best[0]:
+            if time < best[0]:
                 best = time, tall, wide, panel
     return best[1:]
 
