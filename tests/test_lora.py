@@ -1,11 +1,14 @@
 """What makes LoRA LoRA, claim by claim, and that adapters survive files."""
 
+import gc
 import json
+import weakref
 
 import numpy as np
 import pytest
 
-from afinar.autograd import no_grad
+from afinar.autograd import Tensor, no_grad
+from afinar.autograd import linear as linear_op
 from afinar.lora import (
     LoRAConfig,
     LoRALinear,
@@ -35,7 +38,9 @@ from afinar.lora.quantized import NF4, QuantizedLinear
 from afinar.optim import AdamW, weights_sha256
 from afinar.transformer import Transformer, TransformerConfig, lock_init_seed
 from afinar.transformer.decoder import Decoder, DecoderConfig, preset
+from afinar.transformer.dropout import dropout_scope
 from afinar.transformer.layers import Linear
+from afinar.transformer.safetensors_io import TensorFile, write_safetensors
 
 TOY = DecoderConfig(n_layer=2, n_head=2, d_model=16, block=8)
 QV = LoRAConfig(r=4, alpha=8, targets=("q", "v"))
@@ -232,7 +237,6 @@ def test_golden_formula():
         p.data.astype(np.float64)
         for p in (layer.base.weight, layer.a[0], layer.b[0], layer.base.bias)
     )
-    from afinar.autograd import Tensor
 
     np.testing.assert_allclose(
         layer(Tensor(x)).numpy(), x @ W.T + b + 3 * x @ A.T @ B.T, rtol=1e-5, atol=1e-6
@@ -268,8 +272,6 @@ def test_factors_are_a_function_of_seed_path_and_slice():
 
 
 def test_dropout_is_drawn_once_per_call_and_only_while_training():
-    from afinar.autograd import Tensor
-    from afinar.transformer.dropout import dropout_scope
 
     layer = LoRALinear(linear_layer(8, 6), 2, 2, dropout=0.5, slices=((0, 4), (4, 8)), name="x")
     for b, a in zip(layer.b, layer.a, strict=True):
@@ -288,8 +290,6 @@ def test_dropout_is_drawn_once_per_call_and_only_while_training():
 def test_checkpointing_changes_no_bits_of_the_gradients():
     grads = []
     for checkpointing in (None, lambda n: True):
-        from afinar.transformer.dropout import dropout_scope
-
         model = llama()
         apply_lora(model, LoRAConfig(r=4, dropout=0.3, targets="all-linear"))
         disturb(model)
@@ -323,8 +323,6 @@ def test_training_leaves_the_base_alone():
 
 def test_a_frozen_base_saves_no_activation_that_only_its_gradient_would_need():
     """The input of an MLP's last matrix is kept only if an adapter on that matrix learns."""
-    import gc
-    import weakref
 
     def kept(targets):
         model = llama()
@@ -634,7 +632,6 @@ def test_dora_is_its_formula():
     for p in layer.factors:
         p.data = rng.standard_normal(p.shape).astype(np.float32)
     layer.base.bias.data = rng.standard_normal(6).astype(np.float32)
-    from afinar.autograd import Tensor
 
     x = rng.standard_normal((5, 4)).astype(np.float32)
     W = layer.base.weight.data.astype(np.float64).copy()
@@ -709,8 +706,6 @@ def test_the_error_of_4_bits_is_bounded(kind):
 @pytest.mark.parametrize("kind", ["int4", "int4-double", "nf4"])
 @pytest.mark.parametrize("shape", [(7, 9), (64, 64), (33, 130)])
 def test_a_product_in_4_bits_is_that_of_the_unpacked_matrix(kind, shape):
-    from afinar.autograd import Tensor
-    from afinar.autograd import linear as linear_op
 
     rng = np.random.default_rng(0)
     w, x, g = (
@@ -734,8 +729,6 @@ def test_nf4_hits_its_sixteen_values():
 
 
 def test_a_4_bit_base_keeps_no_float32_copy():
-    import gc
-    import weakref
 
     model = llama()
     weights = [weakref.ref(m.weight.data) for _, m in model.named_modules() if type(m) is Linear]
@@ -847,7 +840,6 @@ def saved(tmp_path, config=QV):
 
 
 def rewrite(path, change):
-    from afinar.transformer.safetensors_io import TensorFile, write_safetensors
 
     file = TensorFile(path)
     tensors = {n: file.read(n) for n in file.entries}
