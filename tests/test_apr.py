@@ -52,7 +52,8 @@ def test_layout_of_what_is_written(tmp_path):
     assert list(json.loads(meta)) == sorted(json.loads(meta))
     assert json.loads(meta)["created_at"] is None
     assert b": " not in meta
-    assert index % 64 == 0 and data % 64 == 0 and not raw[at + size : index].strip(b"\0")
+    assert index % 64 == data % 64 == 0
+    assert not raw[at + size : index].strip(b"\0")
     assert raw[index : index + 5] == b"\1\0a\1\1"
     np.testing.assert_array_equal(np.frombuffer(raw[data : data + 4], "<f2"), [1, 2])
     np.testing.assert_array_equal(np.frombuffer(raw[data + 64 : data + 88], "<f4"), b.T.ravel())
@@ -163,5 +164,5 @@ def test_wrong_tensors_are_named(tmp_path):
         with pytest.raises(ValueError, match=message):
             load_apr(tmp_path / "bad.apr")
     write_apr(tmp_path / "bad.apr", {"x": state[name]}, metadata)
-    with pytest.raises(ValueError, match="missing model.embed_tokens.weight.*unexpected x"):
+    with pytest.raises(ValueError, match=r"missing model\.embed_tokens.weight.*unexpected x"):
         load_apr(tmp_path / "bad.apr")

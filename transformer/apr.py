@@ -40,11 +40,35 @@ _LIMIT_NAME, _LIMIT_DIMS = 256, 8
 
 # The fields that every file has, null where nothing is known.
 _FIELDS = (
-    "name description author license data_source data_license version source original_format "
-    "created_at quantization sharding chat_template chat_format special_tokens architecture "
-    "hidden_size num_layers num_heads num_kv_heads vocab_size intermediate_size "
-    "max_position_embeddings rope_theta rope_type rms_norm_eps head_dim num_experts"
-).split()
+    "name",
+    "description",
+    "author",
+    "license",
+    "data_source",
+    "data_license",
+    "version",
+    "source",
+    "original_format",
+    "created_at",
+    "quantization",
+    "sharding",
+    "chat_template",
+    "chat_format",
+    "special_tokens",
+    "architecture",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "vocab_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "rope_theta",
+    "rope_type",
+    "rms_norm_eps",
+    "head_dim",
+    "num_experts",
+)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class TransformerConfig:
                 _refuse("hidden_size", self.hidden_size, need)
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         _positive("head_dim", self.head_dim)
-        if self.rope_theta and self.head_dim % 2:
+        if self.rope_theta and self.head_size % 2:
             _refuse("head_dim", self.head_dim, "an even number, for rotary positions")
         if self.num_attention_heads % self.kv_heads:
             need = f"a multiple of num_kv_heads, {self.num_kv_heads}"
@@ -368,7 +368,7 @@ def check_rope_scaling(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
         ),
     }.get(kind)
     if need is None:
-        _refuse("rope_scaling", f"type {kind!r}", f"one of {', '.join(ROPE_TYPES)}")
+        need = _refuse("rope_scaling", f"type {kind!r}", f"one of {', '.join(ROPE_TYPES)}")
     given = {k: v for k, v in scaling.items() if k not in ("rope_type", "type", "rope_theta")}
     unknown = [name for name in given if name not in need]
     if unknown and kind != "default":

@@ -81,7 +81,7 @@ class DecodeStep:
             keys, values = cache.kv[n]
             self._norm(self.x, block.input_layernorm, h, r)
             self._linear(h, [(at.q_proj, q), (at.k_proj, k), (at.v_proj, v)])
-            if config.qk_norm:
+            if at.q_norm is not None and at.k_norm is not None:
                 self._norm(q.reshape(B * H, D), at.q_norm, turned_q.reshape(B * H, D), r_heads)
                 self._norm(k.reshape(B * G, D), at.k_norm, turned_k.reshape(B * G, D), r_heads)
             self._grows(_turn_place, B, (4, 5), turned_q, turned_k, v, self.cos, self.sin,

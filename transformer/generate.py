@@ -14,6 +14,7 @@ import numpy as np
 from ..autograd import Tensor, no_grad, softmax
 from ..autograd.random import make_key, raw_words
 from .decode import DecodeStep, can_decode
+from .llama import Transformer
 from .model import LanguageModel
 
 
@@ -113,9 +114,9 @@ def _steps(
     training = model.training
     model.eval()
     try:
-        step = None
+        step: Any = None
         for count in range(n):
-            if count == 1 and can_decode(model, B):
+            if count == 1 and isinstance(model, Transformer) and can_decode(model, B):
                 step = DecodeStep(model, cache, starts)
             if step is None:
                 logits = _last_logits(model, ids, positions, segments, cache)

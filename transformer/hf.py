@@ -91,7 +91,7 @@ def place_parameters(model: Transformer | Decoder, storage: str) -> None:
     ends = np.cumsum([-(-n // ALIGN) * ALIGN for n in sizes])
     raw = np.empty(int(ends[-1]) + ALIGN, np.uint8)
     # Memory, not a view of an array: each parameter is locked and unlocked for itself.
-    memory = memoryview(raw)[-raw.ctypes.data % ALIGN :]
+    memory = raw.data[-raw.ctypes.data % ALIGN :]
     for p, t, n, end in zip(model.parameters(), types, sizes, ends, strict=True):
         start = int(end) - -(-n // ALIGN) * ALIGN
         if t == np.uint16:

@@ -12,7 +12,6 @@ from typing import Any
 
 from ..autograd import Tensor, attention, rope, swiglu
 from .config import TransformerConfig
-from .dropout import call_scope
 from .init import init_weights
 from .inputs import check_ids, check_positions
 from .layers import Embedding, Linear, RMSNorm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ class Module:
     """
 
     training = True
+    __call__: Callable[..., Any]
 
     # --- the tree ---
 

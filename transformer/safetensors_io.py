@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -85,7 +86,7 @@ class TensorFile:
         with open(self.path, "rb") as f:
             f.seek(entry.start)
             if dtype == entry.dtype and out.flags.c_contiguous:
-                f.readinto(memoryview(out.reshape(-1)).cast("B"))
+                f.readinto(out.reshape(-1).data.cast("B"))
             else:
                 _read_converted(f, entry, dtype, out)
         return out
@@ -99,7 +100,7 @@ def _entry(e: Any, base: int) -> Entry:
     return Entry(e["dtype"], shape, base + start, stop - start)
 
 
-def _read_converted(f: BinaryIO, entry: Entry, dtype: str, out: np.ndarray) -> None:
+def _read_converted(f: BufferedReader, entry: Entry, dtype: str, out: np.ndarray) -> None:
     """Read a few rows at a time, so that the tensor is never held twice."""
     rows = entry.shape[0] if entry.shape else 1
     width = math.prod(entry.shape[1:])
@@ -107,7 +108,7 @@ def _read_converted(f: BinaryIO, entry: Entry, dtype: str, out: np.ndarray) -> N
     target = out if entry.shape else out.reshape(1)
     for n in range(0, rows, step):
         part = np.empty((min(step, rows - n), *entry.shape[1:]), DTYPES[entry.dtype])
-        f.readinto(memoryview(part.reshape(-1)).cast("B"))
+        f.readinto(part.reshape(-1).data.cast("B"))
         target[n : n + step] = convert(part, entry.dtype, dtype)
 
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
+from numba.np.numpy_support import carray
 
 from .. import tile
 from ..buffers import empty
@@ -31,8 +32,11 @@ _ENOUGH = 1 << 14  # elements of a matrix: below, cutting it into jobs takes lon
 WIDE = 48  # rows of a weight per job: three vectors, whose chains hide each other's latency
 HUGE = 1 << 48
 _LANES = 16
-_LINE, _TILE = 64, 1024  # bytes of a cache line, and of what is transposed at once
-_DEEP = 16  # words of a row in the scratch
+_DEEP = 32  # words of a row in the scratch
+_LINE = 64  # bytes
+# Bytes asked for ahead with each tile that is transposed, and with each word of the chains: half
+# of all at either time, since memory takes few requests at once.
+_PER_TILE, _PER_WORD = 512, WIDE * 2
 _UPPER = np.int32(-65536)
 _i32, _i64, _float = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
@@ -121,16 +125,18 @@ def job(i, thread, table, x, M, K, block, work, scratch):
         part[:] = 0
         for k1 in range(k0, whole, _DEEP * per_word):
             k2 = min(whole, k1 + _DEEP * per_word)
-            for k in range(k1, k2, step):
-                for p in range(panels):
-                    _prefetch(ahead)
-                    ahead += _TILE
+            for p in range(panels):
+                for k in range(k1, k2, step):
+                    _ask_for_8(ahead)
+                    ahead += _PER_TILE
                     at = (k - k1) // per_word * WIDE + p * _LANES
-                    _turn(w + p * _LANES * w_row + k * itemsize, w_row, words, at)
+                    tile_at = w + p * _LANES * w_row + k * itemsize
+                    _turn(tile_at, w_row, words, at)  # pyright: ignore[reportCallIssue]
             if short:
-                _go_on_in_pairs(x, K, k1, k2, words, part, M)
+                _go_on_in_pairs(x, k1, k2, words, part, M, ahead)
             else:
-                _go_on(x, K, k1, k2, words, part, M)
+                _go_on(x, k1, k2, words, part, M, ahead)
+            ahead += (k2 - k1) // per_word * _PER_WORD
         for n in range(panels * _LANES, count):  # they went along with whatever the scratch held
             for m in range(M):
                 part[m * WIDE + n] = 0
@@ -144,11 +150,13 @@ def job(i, thread, table, x, M, K, block, work, scratch):
 
 
 @device(forceinline=False)
-def _go_on(x, K, start, stop, words, part, M):
+def _go_on(x, start, stop, words, part, M, ahead):
     for m in range(M):
         at = m * WIDE
         s0, s1, s2 = load(part, at), load(part, at + 16), load(part, at + 32)
         for k in range(stop - start):
+            if m == 0:
+                _ask_for_2(ahead + k * _PER_WORD)
             left, o = x[m, start + k], k * WIDE
             s0 = fma(left, from_bits(load(words, o)), s0)
             s1 = fma(left, from_bits(load(words, o + 16)), s1)
@@ -159,12 +167,14 @@ def _go_on(x, K, start, stop, words, part, M):
 
 
 @device(forceinline=False)
-def _go_on_in_pairs(x, K, start, stop, words, part, M):
+def _go_on_in_pairs(x, start, stop, words, part, M, ahead):
     # the lower half of a word is the even k; as the upper half of a float32 it is that number
     for m in range(M):
         at = m * WIDE
         s0, s1, s2 = load(part, at), load(part, at + 16), load(part, at + 32)
         for n in range((stop - start) // 2):
+            if m == 0:
+                _ask_for_2(ahead + n * _PER_WORD)
             even, odd, o = x[m, start + 2 * n], x[m, start + 2 * n + 1], n * WIDE
             w0, w1, w2 = load(words, o), load(words, o + 16), load(words, o + 32)
             s0 = fma(even, from_bits(ishl(w0, np.int32(16))), s0)
@@ -186,7 +196,8 @@ def _one_by_one(w, short, x, M, K, start, stop, part, n):
         if short:
             bits = carray(tile.pointer(w), HUGE, np.uint16)
             for k in range(start, stop):
-                s = fma(x[m, k], _widened(bits[k]), s)
+                w_k = _widened(bits[k])  # pyright: ignore[reportCallIssue]
+                s = fma(x[m, k], w_k, s)
         else:
             row = carray(tile.pointer(w), HUGE, np.float32)
             for k in range(start, stop):
@@ -212,80 +223,84 @@ def _finish(table, i, M, count, total):
 
 
 @intrinsic
-def _widened(typingctx, bits):
+def _widened(typingctx: Any, bits: Any) -> Any:
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         return b.bitcast(b.shl(b.zext(args[0], _i32), _i32(16)), _float)
 
     return types.float32(bits), codegen
 
 
+def _ask_for(lines: int) -> Any:
+    @intrinsic
+    def ask(typingctx: Any, address: Any) -> Any:
+        """Ask for so many lines of memory, into the second-level cache.
+
+        The rows of the weight are a few pages apart, a pattern that the hardware does not foresee.
+        """
+
+        def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+            byte = ir.IntType(8).as_pointer()
+            kind = ir.FunctionType(ir.VoidType(), [byte, _i32, _i32, _i32])
+            fetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+            for line in range(lines):
+                at = b.inttoptr(b.add(args[0], _i64(line * _LINE)), byte)
+                b.call(fetch, [at, _i32(0), _i32(2), _i32(1)])
+            return context.get_dummy_value()
+
+        return types.void(types.int64), codegen
+
+    return ask
+
+
+_ask_for_8, _ask_for_2 = _ask_for(8), _ask_for(2)
+
+
 @intrinsic
-def _prefetch(typingctx, address):
-    """Ask for a tile's worth of memory, into the second-level cache.
-
-    The rows of the weight are a few pages apart, a pattern that the hardware does not foresee.
-    """
-
-    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, _i32, _i32, _i32])
-        fetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-        for line in range(0, _TILE, _LINE):
-            at = b.inttoptr(b.add(args[0], _i64(line)), byte)
-            b.call(fetch, [at, _i32(0), _i32(2), _i32(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-@intrinsic
-def _turn(typingctx, w, w_row, out, o):
+def _turn(typingctx: Any, w: Any, w_row: Any, out: Any, o: Any) -> Any:
     """out[o + WIDE j + i] = word j of row i of the weight, for 16 rows and words."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         w, w_row, _, o = args
         out = make_array(sig.args[2])(context, b, args[2]).data
-        vector = ir.VectorType(_i32, _LANES)
-        rows = []
-        for i in range(_LANES):
-            address = b.inttoptr(b.add(w, b.mul(w_row, _i64(i))), vector.as_pointer())
-            rows.append(b.load(address))
-            rows[-1].align = 2
-        _transpose(b, rows)
-        for j, row in enumerate(rows):
-            tile.store(b, row, b.gep(out, [b.add(o, _i64(j * WIDE))]))
+        rows = [b.add(w, b.mul(w_row, _i64(i))) for i in range(_LANES)]
+        columns = [c for q in range(4) for c in _columns(b, rows, q)]
+        for j, column in enumerate(columns):
+            tile.store(b, column, b.gep(out, [b.add(o, _i64(j * WIDE))]))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, out, types.int64), codegen
 
 
-def _transpose(b: Any, rows: list[Any]) -> None:
-    """Sixteen vectors of sixteen, in place, by the shuffles that cost one operation each.
+def _columns(b: Any, rows: list[Any], q: int) -> list[Any]:
+    """Words 4 q .. 4 q + 3 of each of 16 rows, a vector per word.
 
-    Within quarters (128 bits) pairs of rows interleave their elements, then pairs of elements;
-    then quarters of four rows change places.
+    Four words of every fourth row are loaded to a vector, which costs no shuffle. Then four of
+    these interleave their elements, then pairs of elements.
     """
+    four = ir.VectorType(_i32, 4)
 
-    def both(i: int, j: int, low: list[int], high: list[int]) -> None:
-        x, y = rows[i], rows[j]
-        rows[i], rows[j] = _shuffle(b, x, y, low), _shuffle(b, x, y, high)
+    def quarters(r: int) -> Any:
+        parts = []
+        for row in rows[r::4]:
+            parts.append(b.load(b.inttoptr(b.add(row, _i64(16 * q)), four.as_pointer())))
+            parts[-1].align = 2
+        low, high = (_shuffle(b, x, y, list(range(8))) for x, y in (parts[:2], parts[2:]))
+        return _shuffle(b, low, high, list(range(_LANES)))
 
-    quarters = range(0, _LANES, 4)
-    for i in range(0, _LANES, 2):
-        low = [q + n + side for q in quarters for n in (0, 1) for side in (0, 16)]
-        both(i, i + 1, low, [n + 2 for n in low])
-    for i in range(0, _LANES, 4):
-        low = [q + n + side for q in quarters for side in (0, 16) for n in (0, 1)]
-        both(i, i + 2, low, [n + 2 for n in low])
-        both(i + 1, i + 3, low, [n + 2 for n in low])
-        rows[i + 1], rows[i + 2] = rows[i + 2], rows[i + 1]
-    # rows[4 r + c] holds, in quarter q, column 4 q + c of rows 4 r .. 4 r + 3: transpose r and q
-    even = [side + q + n for side in (0, 16) for q in (0, 8) for n in range(4)]
-    for c in range(4):
-        for r, s in ((0, 4), (8, 12)):
-            both(r + c, s + c, even, [n + 4 for n in even])
-        for r, s in ((0, 8), (4, 12)):
-            both(r + c, s + c, even, [n + 4 for n in even])
+    def interleaved(x: Any, y: Any, size: int) -> tuple[Any, Any]:
+        """Of each four elements of x and y the first two, and the last two, by turns of `size`."""
+        low = [
+            lane + n + side
+            for lane in range(0, _LANES, 4)
+            for n, side in ([(0, 0), (0, 16), (1, 0), (1, 16)], [(0, 0), (1, 0), (0, 16), (1, 16)])[
+                size - 1
+            ]
+        ]
+        return _shuffle(b, x, y, low), _shuffle(b, x, y, [n + 2 for n in low])
+
+    a0, a1 = interleaved(quarters(0), quarters(1), 1)
+    a2, a3 = interleaved(quarters(2), quarters(3), 1)
+    return [*interleaved(a0, a2, 2), *interleaved(a1, a3, 2)]
 
 
 def _shuffle(b: Any, x: Any, y: Any, places: list[int]) -> Any:
