@@ -16,11 +16,10 @@ from ..autograd.buffers import empty
 from ..autograd.lanes import load, store
 from ..autograd.launch import JIT, body, device, strided
 from ..autograd.mathf import sigmoid
-from ..autograd.ops import attention_plan as plan
 from ..autograd.ops import few_rows
-from ..autograd.ops.attention import _masks, _rule, _workspace
-from ..autograd.ops.attention_forward import attention_forward_cpu, forward_size
-from ..autograd.ops.attention_tiles import PAD, blank
+from ..autograd.ops.attention import decode_call
+from ..autograd.ops.attention_forward import attention_forward_cpu
+from ..autograd.ops.attention_tiles import PAD
 from ..autograd.ops.embedding import embedding_rows
 from ..autograd.ops.gemm import KC
 from ..autograd.ops.norm import BLOCK, rms_forward
@@ -132,23 +131,6 @@ class DecodeStep:
             items[:, 4] = S
         self.program.run()
         return self.logits
-
-
-def decode_call(starts, q, k, v, window, out, lse):
-    """The number of indices and the arguments for one query per sequence and all keys up to it.
-
-    `starts` (B) says where each sequence begins among the keys. Argument 0 holds, in its last
-    column, the number of keys; it and axis 1 of k and v may grow from call to call.
-    """
-    B, _, _, D = q.shape
-    G, S = k.shape[2], k.shape[1]
-    items = np.zeros((B, plan.RUN), np.int64)
-    items[:, 0], items[:, 2], items[:, 3], items[:, 4] = np.arange(B), 1, starts, S
-    scale, work = q.dtype.type(D**-0.5), _workspace(forward_size(plan.chunk_rows(D), D), q.dtype)
-    return B * G, (
-        items, G, strided(q), strided(k), strided(v), *_masks(None, False, True, window), scale,
-        *_rule(0.0, None, q.dtype), blank(q.dtype), work, strided(out), lse,
-    )  # fmt: skip
 
 
 @body

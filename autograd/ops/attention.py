@@ -205,6 +205,24 @@ def attention_forward_cpu(q, k, v, scale, causal, segments, window, dropout, key
     return out if wide == D else np.ascontiguousarray(out[..., :D]), lse
 
 
+def decode_call(starts, q, k, v, window, out, lse):
+    """The number of indices and the arguments for one query per sequence and all keys up to it.
+
+    `starts` (B) says where each sequence begins among the keys. Argument 0 holds, in its last
+    column, the number of keys; it and axis 1 of k and v may grow from call to call.
+    """
+    B, _, _, D = q.shape
+    G, S = k.shape[2], k.shape[1]
+    items = np.zeros((B, plan.RUN), np.int64)
+    items[:, 0], items[:, 2], items[:, 3], items[:, 4] = np.arange(B), 1, starts, S
+    work = _workspace(forward.forward_size(plan.chunk_rows(D), D), q.dtype)
+    return B * G, (
+        items, G, strided(q), strided(k), strided(v), *_masks(None, False, True, window),
+        q.dtype.type(D**-0.5), *_rule(0.0, None, q.dtype), tiles.blank(q.dtype), work,
+        strided(out), lse,
+    )  # fmt: skip
+
+
 @attention_backward.cpu
 def attention_backward_cpu(g, q, k, v, out, lse, scale, causal, segments, window, dropout, key):
     B, T, H, D = q.shape
