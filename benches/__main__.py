@@ -10,7 +10,20 @@ from afinar.autograd import set_num_threads
 
 from .harness import environment, set_peer_threads
 
-GROUPS = ("matmul", "attention", "losses", "rows", "adamw", "step", "lora", "finetune")
+GROUPS = (
+    "matmul",
+    "attention",
+    "losses",
+    "rows",
+    "adamw",
+    "step",
+    "growth",
+    "cold",
+    "memory",
+    "lora",
+    "decode",
+    "finetune",
+)
 
 
 def main() -> None:

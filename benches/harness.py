@@ -55,17 +55,29 @@ def time_of(seconds: float) -> str:
 
 
 def in_turns(*runs: Callable[[], Any], seconds: float = 1.0, most: int = 200) -> list[float]:
-    """The median time of each of `runs`, called in turns for about `seconds` each, once warm."""
+    """The median time of each of `runs`, called in turns for about `seconds` each, once warm.
+
+    After a call the idle threads of a library spin for a while and would take a core from the
+    next one's. So a turn begins with a pause and a call that is not timed, and then holds several.
+    """
     for run in runs:
         run()
     times: list[list[float]] = [[] for _ in runs]
     end = time.perf_counter() + seconds * len(runs)
     while len(times[0]) < 3 or (time.perf_counter() < end and len(times[0]) < most):
         for run, taken in zip(runs, times, strict=True):
-            start = time.perf_counter()
+            time.sleep(PAUSE)
+            start = now = time.perf_counter()
             run()
-            taken.append(time.perf_counter() - start)
+            while len(taken) < most and (now == start or now - start < TURN):
+                before = time.perf_counter()
+                run()
+                now = time.perf_counter()
+                taken.append(now - before)
     return [statistics.median(t) for t in times]
+
+
+PAUSE, TURN = 0.005, 0.02  # seconds
 
 
 def close(ours: Any, expected: Any, rtol: float = 1e-4) -> None:
@@ -74,6 +86,12 @@ def close(ours: Any, expected: Any, rtol: float = 1e-4) -> None:
     error = np.abs(ours - expected).max() / max(np.abs(expected).max(), 1e-30)
     if not error <= rtol:
         raise AssertionError(f"the result is off by {error:.2e} of the largest element")
+
+
+def tokens(batch: int, length: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random ids and their targets."""
+    ids = np.random.default_rng(0).integers(0, vocabulary, (batch, length + 1))
+    return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
 def optional(name: str) -> Any:

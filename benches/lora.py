@@ -14,8 +14,8 @@ from afinar.lora.quantized import QuantizedLinear
 from afinar.transformer import Transformer
 from afinar.transformer.layers import Linear
 
-from .harness import Row, close, in_turns
-from .step import small_llama, tokens
+from .harness import Row, close, in_turns, tokens
+from .step import small_llama
 
 TOKENS = 1024
 # inputs, outputs, adapted slices: SmolLM2's q, its MLP, and q and v of GPT-2's fused matrix

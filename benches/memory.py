@@ -12,8 +12,7 @@ from afinar.autograd import buffers
 from afinar.train import LMBatch, TransformerTrainConfig, TransformerTrainer
 from afinar.transformer import TransformerConfig
 
-from .harness import Row
-from .step import tokens
+from .harness import Row, tokens
 
 POLICIES = ("none", "matmuls", "segments", "blocks")
 

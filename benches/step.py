@@ -17,7 +17,7 @@ from afinar.autograd.precision import compute_in
 from afinar.optim import AdamW, clip_grad_norm
 from afinar.transformer import Transformer, TransformerConfig
 
-from .harness import Row, in_turns
+from .harness import Row, in_turns, tokens
 from .peers import build, copy_weights, torch
 
 BATCH, LENGTH = 8, 256
@@ -34,12 +34,6 @@ def small_llama(layers: int = 6) -> TransformerConfig:
         max_position_embeddings=4096,
         tie_word_embeddings=True,
     )
-
-
-def tokens(batch: int, length: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random ids and their targets."""
-    ids = np.random.default_rng(0).integers(0, vocabulary, (batch, length + 1))
-    return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
 def flops(config: TransformerConfig, batch: int, length: int) -> float:

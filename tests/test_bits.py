@@ -24,6 +24,7 @@ AVX2 = {
     "NUMBA_CPU_NAME": "haswell",
     "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+bmi,+bmi2,+f16c",
 }
+RUN_CELLS = ("one thread", "two threads", "vectors of 8")
 CELLS = {
     "one thread": {"NUMBA_NUM_THREADS": "1"},
     "two threads": {"NUMBA_NUM_THREADS": "2"},
@@ -35,6 +36,11 @@ CELLS = {
     "run twice": {},
     **({"code for AVX2": AVX2} if X86 else {}),
 }
+
+
+# What needs code compiled for a target of its own takes minutes.
+COMPILES = {"vectors of 4", "vectors of 8", "code for AVX2"}
+cells = [pytest.param(c, marks=[pytest.mark.slow] if c in COMPILES else []) for c in CELLS]
 
 
 @functools.cache
@@ -50,7 +56,7 @@ def output(program: str, *args: str, **env: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", cells)
 def test_every_op_has_the_same_bits(cell):
     """Forward and all gradients of every op in the registry, on fixed samples."""
     expected, got = output("ops"), output("ops", **CELLS[cell], AFINAR_CELL=cell)
@@ -58,12 +64,12 @@ def test_every_op_has_the_same_bits(cell):
     assert not different, f"{cell}: other bits in {[line.split()[0] for line in different]}"
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", cells)
 def test_twenty_steps_have_one_digest(cell):
     assert output("training", **CELLS[cell], AFINAR_CELL=cell) == output("training")
 
 
-@pytest.mark.parametrize("cell", ["one thread", "two threads", "vectors of 8"])
+@pytest.mark.parametrize("cell", [c for c in cells if c.values[0] in RUN_CELLS])
 def test_the_record_of_a_run_has_the_same_bytes(cell, tmp_path):
     """`afinar train` for 20 steps: digests.json, byte by byte, beside a run with other settings."""
     (tmp_path / "text.txt").write_text("".join(f"{k} squared is {k * k}.\n" for k in range(500)))

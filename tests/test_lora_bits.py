@@ -3,6 +3,8 @@
 import pytest
 from test_bits import CELLS, output
 
+pytestmark = pytest.mark.slow  # a process and its compilation for each cell
+
 
 @pytest.mark.parametrize(
     "cell", ["one thread", "two threads", "vectors of 4", "vectors of 16", "code for AVX2"]
