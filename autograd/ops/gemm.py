@@ -335,98 +335,22 @@ def _strip(rows, x, at, row, step, y, y_at, y_j, y_k, panels, panel, out, o, o_r
     """The tiles of a few rows, over all panels."""
     if panel < VECTORS * (VECTOR_WIDTH * 4 // x.itemsize):
         for j in range(panels):
+            yj, oj = y_at + j * y_j, o + j * panel
             if rows == ROWS:
-                _narrow(
-                    x,
-                    at,
-                    row,
-                    step,
-                    y,
-                    y_at + j * y_j,
-                    y_k,
-                    out,
-                    o + j * panel,
-                    o_row,
-                    kc,
-                    mode,
-                )
+                _narrow(x, at, row, step, y, yj, y_k, out, oj, o_row, kc, mode)
             elif rows == ROWS // 3:
-                _narrow_less(
-                    x,
-                    at,
-                    row,
-                    step,
-                    y,
-                    y_at + j * y_j,
-                    y_k,
-                    out,
-                    o + j * panel,
-                    o_row,
-                    kc,
-                    mode,
-                )
+                _narrow_less(x, at, row, step, y, yj, y_k, out, oj, o_row, kc, mode)
             else:
-                _narrow_one(
-                    x,
-                    at,
-                    row,
-                    step,
-                    y,
-                    y_at + j * y_j,
-                    y_k,
-                    out,
-                    o + j * panel,
-                    o_row,
-                    kc,
-                    mode,
-                )
+                _narrow_one(x, at, row, step, y, yj, y_k, out, oj, o_row, kc, mode)
     else:
         for j in range(panels):
+            yj, oj = y_at + j * y_j, o + j * panel
             if rows == ROWS:
-                _tile(
-                    x,
-                    at,
-                    row,
-                    step,
-                    y,
-                    y_at + j * y_j,
-                    y_k,
-                    out,
-                    o + j * panel,
-                    o_row,
-                    kc,
-                    mode,
-                )
+                _tile(x, at, row, step, y, yj, y_k, out, oj, o_row, kc, mode)
             elif rows == ROWS // 3:
-                _tile_less(
-                    x,
-                    at,
-                    row,
-                    step,
-                    y,
-                    y_at + j * y_j,
-                    y_k,
-                    out,
-                    o + j * panel,
-                    o_row,
-                    kc,
-                    mode,
-                )
+                _tile_less(x, at, row, step, y, yj, y_k, out, oj, o_row, kc, mode)
             else:
-                _tile_one(
-                    x,
-                    at,
-                    row,
-                    step,
-                    y,
-                    y_at + j * y_j,
-                    y_k,
-                    out,
-                    o + j * panel,
-                    o_row,
-                    kc,
-                    mode,
-                )
+                _tile_one(x, at, row, step, y, yj, y_k, out, oj, o_row, kc, mode)
 
 
 @device(forceinline=False)
