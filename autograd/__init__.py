@@ -14,3 +14,4 @@ from .precision import (
 )
 from .tape import checkpoint, no_grad
 from .tensor import OPS, Tensor
+from .testing import gradcheck

@@ -106,14 +106,18 @@ def op(fn: Callable | None = None, *, needs: bool = False, register: bool = True
     if fn is None:
         return functools.partial(op, needs=needs, register=register)
 
-    positional = [
-        (p.name, p.default)
-        for p in inspect.signature(fn).parameters.values()
-        if p.kind is p.POSITIONAL_OR_KEYWORD
-    ]
+    parameters = inspect.signature(fn).parameters.values()
+    positional = [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "needs"]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
     @functools.wraps(fn)
     def apply(*inputs: Any, **options: Any) -> Tensor:
+        if len(inputs) > len(positional) and not variadic:  # options given by position
+            inputs, more = inputs[: len(positional)], inputs[len(positional) :]
+            if len(more) > len(keywords):
+                raise TypeError(f"{fn.__name__}: {len(more) - len(keywords)} arguments too many")
+            options |= dict(zip(keywords, more, strict=False))
         for name, default in positional[
             len(inputs) :
         ]:  # `bias=b` is an input too, and so is no bias

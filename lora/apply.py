@@ -16,7 +16,7 @@ from ..transformer.module import Module
 from .config import LoRAConfig
 from .linear import LoRALinear, adapt, plain_linear
 from .quantized import QuantizedLinear
-from .targets import block_of, linear_at, resolve_saved, resolve_targets
+from .targets import block_of, inside, linear_at, resolve_saved, resolve_targets
 
 
 @dataclass
@@ -64,7 +64,7 @@ def apply_lora(model: LanguageModel, config: LoRAConfig, seed: int | None = None
 def _quantize_others(model: LanguageModel, kind: str, saved: list[str]) -> None:
     """Hold the linear layers of the blocks that carry no adapter in 4 bits too."""
     for name, layer in list(model.named_modules()):
-        if type(layer) is Linear and block_of(name) is not None and name not in saved:
+        if type(layer) is Linear and block_of(name) is not None and not inside(name, saved):
             model.set_module(name, QuantizedLinear(widen(layer.weight.data), layer.bias, kind))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,10 +62,17 @@ class LoRAConfig:
                     f"LoRAConfig: the rank {name} must be a whole number > 0, not {r!r}"
                 )
         for name, alpha in {"alpha": self.alpha, **(self.alpha_pattern or {})}.items():
-            if not (math.isfinite(alpha) and alpha > 0):
+            if not (_is_number(alpha) and math.isfinite(alpha) and alpha > 0):
                 raise ValueError(f"LoRAConfig: {name} must be a finite number > 0, not {alpha!r}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"LoRAConfig: dropout must be in [0, 1), not {self.dropout}")
+        if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
+            raise ValueError(f"LoRAConfig: dropout must be in [0, 1), not {self.dropout!r}")
+        for pattern in (*(self.rank_pattern or ()), *(self.alpha_pattern or ())):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"LoRAConfig: {pattern!r} is no regular expression: {error}"
+                ) from None
         if self.init not in ("default", "pissa"):
             raise ValueError(f'LoRAConfig: init is "default" or "pissa", not {self.init!r}')
         if self.quantize not in (None, "int4", "int4-double", "nf4"):
@@ -87,3 +95,7 @@ class LoRAConfig:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in vars(self).items()
         }
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)

@@ -16,7 +16,12 @@ from ..autograd import Tensor
 from ..autograd.backend import array_module
 from ..transformer.model import LanguageModel
 from ..transformer.module import check_names, check_shapes
-from ..transformer.safetensors_io import TensorFile, atomic_file, write_safetensors
+from ..transformer.safetensors_io import (
+    TensorFile,
+    atomic_file,
+    refuse_lfs_pointer,
+    write_safetensors,
+)
 from .apply import apply_lora, lora_config, lora_modules, saved_modules
 from .config import LoRAConfig
 from .linear import Base, LoRALinear, base_shape
@@ -124,7 +129,9 @@ def _config_from(path: Path, text: str) -> LoRAConfig:
 def read_json(path: Path, text: str | None = None) -> dict[str, Any]:
     """The object in a JSON file; ValueError if there is none."""
     try:
-        values = json.loads(path.read_text("utf-8") if text is None else text)
+        text = path.read_text("utf-8") if text is None else text
+        refuse_lfs_pointer(path, text[:64].encode())
+        values = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(values, dict):

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..autograd import Tensor
 from ..autograd.backend import array_module
+from ..transformer.hf import check_finite
 from ..transformer.layers import Linear
 from ..transformer.model import LanguageModel
 from ..transformer.module import Module, check_names, check_shapes
@@ -161,6 +162,7 @@ def _read_arrays(path: Path) -> dict[str, Any]:
         if name in arrays:
             raise ValueError(f"{path} holds several adapters: {key} is there under two names")
         array = file.read(key, "F32")
+        check_finite(key, array)
         arrays[name] = array.reshape(-1) if name.endswith("lora_magnitude_vector") else array
         if not key.startswith(PREFIX):
             raise ValueError(f"{path}: the key {key} does not begin with {PREFIX}")
@@ -202,7 +204,7 @@ def _config_in(
     layers = values.get("layers_to_transform")
     short = replace(
         full,
-        targets=values["target_modules"],
+        targets=values.get("target_modules") or (),
         layers=[layers] if isinstance(layers, int) else layers or None,
     )
     try:

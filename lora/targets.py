@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +77,8 @@ def resolve_targets(model: LanguageModel, config: LoRAConfig) -> dict[str, tuple
     names = _names(model)
     found = _in_layers(list(_matches(model, config, names)), names, config)
     _check_disjoint(found, config)
-    saved = set(resolve_saved(model, config))
-    found = [m for m in found if m.module not in saved]
+    saved = resolve_saved(model, config)
+    found = [m for m in found if not inside(m.module, saved)]
     if not found:
         raise ValueError(
             f"LoRA targets {config.targets!r} match no linear layer of this {type(model).__name__}"
@@ -105,6 +105,11 @@ def resolve_targets(model: LanguageModel, config: LoRAConfig) -> dict[str, tuple
         if pattern not in used:
             raise ValueError(f"LoRA: the pattern {pattern!r} matches none of the adapted modules")
     return result
+
+
+def inside(module: str, saved: Collection[str]) -> bool:
+    """Whether a module is one of `saved`, or below one."""
+    return any(module == s or module.startswith(f"{s}.") for s in saved)
 
 
 def resolve_saved(model: LanguageModel, config: LoRAConfig) -> list[str]:

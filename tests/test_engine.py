@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from afinar.autograd import Tensor, checkpoint, no_grad, stack, where
+from afinar.autograd import Tensor, checkpoint, gelu, no_grad, stack, where
 from afinar.autograd.tape import op
 
 
@@ -329,3 +329,10 @@ print((x @ x).sum().item())
 """
     done = _python(code, NUMBA_CACHE_DIR=str(blocked))
     assert done.stdout.strip() == "27.0", done.stderr
+
+
+def test_options_may_be_given_by_position():
+    x = leaf(1.0, 2.0)
+    assert np.array_equal(gelu(x, "tanh").data, gelu(x, approximate="tanh").data)
+    with pytest.raises(TypeError, match="1 arguments too many"):
+        gelu(x, "tanh", 1)

@@ -185,3 +185,21 @@ def test_a_run_of_a_changed_model_is_found(original, tmp_path, capsys):
 def test_what_is_no_run_is_bad_input(tmp_path):
     with pytest.raises(ValueError, match="is not a run"):
         verify(tmp_path)
+
+
+def test_data_that_became_too_short_departs(run, tmp_path, capsys):
+    """Present with another hash: status 1, even if no run could be made of it."""
+    short = tmp_path / "short.txt"
+    short.write_text("x")
+    assert main(["verify", str(run), "--data", str(short)]) == 1
+    assert "the data differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("digests.json", '{"steps": []}'), ("metrics.jsonl", "{}\n"), ("run.toml", "what = 1\n")],
+)
+def test_a_record_that_cannot_be_read_departs(run, name, content, capsys):
+    (run / name).write_text(content)
+    assert main(["verify", str(run)]) == 1
+    assert "DEPARTS" in capsys.readouterr().out

@@ -36,6 +36,13 @@ def _fail(error: object, status: int) -> int:
     return status
 
 
+def _positive(text: str) -> int:
+    n = int(text)
+    if n < 1:
+        raise argparse.ArgumentTypeError(f"{n} is not 1 or more")
+    return n
+
+
 def parser() -> argparse.ArgumentParser:
     """All verbs and flags."""
     top = argparse.ArgumentParser(
@@ -75,9 +82,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--adapter", metavar="DIR", help="a LoRA adapter on top of the model")
     _add_storage(p)
     p.add_argument("--data", required=True, metavar="FILE_OR_FOLDER")
-    p.add_argument("--seq-len", type=int, default=256, metavar="N")
-    p.add_argument("--batch", type=int, default=4, metavar="N")
-    p.add_argument("--rows", type=int, metavar="N", help="only so many sequences, spread evenly")
+    p.add_argument("--seq-len", type=_positive, default=256, metavar="N")
+    p.add_argument("--batch", type=_positive, default=4, metavar="N")
+    p.add_argument(
+        "--rows", type=_positive, metavar="N", help="only so many sequences, spread evenly"
+    )
     p.add_argument("--mask-prompt", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--threads", type=int, metavar="N")
 
@@ -103,8 +112,10 @@ def parser() -> argparse.ArgumentParser:
     p.set_defaults(run="data_show")
     p.add_argument("data", metavar="FILE_OR_FOLDER", help="or stdlib")
     p.add_argument("--model", metavar="RUN_OR_FOLDER", help="whose tokenizer to use")
-    p.add_argument("--seq-len", type=int, default=256, metavar="N")
-    p.add_argument("--rows", type=int, default=2, metavar="N", help="how many sequences to print")
+    p.add_argument("--seq-len", type=_positive, default=256, metavar="N")
+    p.add_argument(
+        "--rows", type=_positive, default=2, metavar="N", help="how many sequences to print"
+    )
     p.add_argument("--seed", type=int, default=42, metavar="N")
     p.add_argument("--mask-prompt", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--ids", action="store_true", help="print ids too")

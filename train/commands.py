@@ -135,8 +135,11 @@ def verify(args: Namespace) -> int:
     from .progress import Progress
     from .verify import verify as replay
 
-    records = RunFolder.open(args.folder).digests().get("steps", [])
-    last = max((r["step"] for r in records), default=0)
+    try:
+        records = RunFolder.open(args.folder).digests().get("steps", [])
+        last = max((r["step"] for r in records), default=0)
+    except (KeyError, TypeError, AttributeError):
+        last = 0  # the replay says what is wrong with the record
     progress = Progress(sys.stdout, args.stop or last, args.start or 0)
     report = replay(
         args.folder,

@@ -160,7 +160,12 @@ class TransformerTrainConfig:
         """With `deterministic`, ask for the same bits on every kind of machine."""
         if self.deterministic:
             set_deterministic(True)
-            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+            os.environ |= {
+                "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+                "CUDNN_DETERMINISTIC": "1",
+                "CUDNN_BENCHMARK": "0",
+                "PYTHONHASHSEED": str(self.seed),
+            }
 
     # --- the same config with one thing changed ---
 
@@ -233,6 +238,10 @@ class TransformerTrainConfig:
     ) -> TransformerTrainConfig:
         """Train LoRA adapters of this rank."""
         return self.replace(lora_rank=rank, lora_alpha=alpha, lora_target_modules=targets)
+
+    def with_distributed(self, distributed: None) -> TransformerTrainConfig:
+        """Several processes: anything but None is refused, for there is one."""
+        return self.replace(distributed=distributed)
 
     def with_lora_plus_ratio(self, ratio: float) -> TransformerTrainConfig:
         """B matrices learn `ratio` times as fast as A matrices."""

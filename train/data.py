@@ -110,6 +110,10 @@ def find_files(source: str | Path) -> dict[str, list[tuple[str, Path]]]:
     if (path / "train.jsonl").is_file():
         parts = {"train": path / "train.jsonl", "valid": path / "valid.jsonl"}
         return {part: [(p.name, p)] for part, p in parts.items() if p.is_file()}
+    if lines := sorted(path.glob("*.jsonl")):
+        raise ValueError(
+            f"data: {path} has {lines[0].name} but no train.jsonl; name the file itself"
+        )
     files = _below(path, lambda names: not any(name.startswith(".") for name in names))
     if not files:
         raise ValueError(f"data: the folder {path} holds no file")
@@ -215,7 +219,7 @@ def read_documents(path: Path, tokenizer: Tokenizer, mask_prompt: bool = True) -
             _check(row, keys, where)
             try:
                 documents.append(_encode(row, keys, tokenizer, mask_prompt, where))
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 raise ValueError(f"{where}: {error}") from None
     if not documents:
         raise ValueError(f"data: {path} holds no line")
@@ -227,7 +231,7 @@ def _parse(line: bytes, where: str) -> dict:
         row = json.loads(line.decode())
     except UnicodeDecodeError:
         raise ValueError(f"{where}: not UTF-8 text") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: a JSON object is needed, not a {type(row).__name__}")

@@ -58,7 +58,7 @@ def fit(
     own: list[Callback] = [Progress(config.log_interval)]
     if config.checkpoint_dir is not None:
         own.append(SnapshotCallback(config.checkpoint_dir, config.save_interval))
-    hooks = CallbackList([*callbacks, *own])
+    hooks = CallbackList([*own, *callbacks])  # saved before a callback puts other weights in
     context = CallbackContext(trainer, max_epochs=epochs, global_step=trainer.step)
     result, first = TrainResult(), trainer.step
     try:

@@ -39,9 +39,10 @@ def report(run: str | Path) -> str:
     environment = folder.environment()
     validated = [row["val_loss"] for row in rows if row.get("val_loss") is not None]
     rates = [(row["step"], row["tokens_per_s"]) for row in rows if row.get("tokens_per_s")]
+    last = rows[-1]["loss"] if rows else None
     cards = {
         "steps": f"{rows[-1]['step']:,}" if rows else "0",
-        "last loss": f"{rows[-1]['loss']:.4f}" if rows else "none",
+        "last loss": "none" if last is None else f"{last:.4f}",
         "best validation loss": f"{min(validated):.4f}" if validated else "none",
         "tokens seen": f"{sum(row['tokens'] for row in rows):,}",
         "tokens/s (median)": f"{median(r for _, r in rates):,.0f}" if rates else "none",

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from ..autograd import set_num_threads
 from ..lora import load_adapter_peft, lora_modules, merge_lora
+from ..lora.native import read_json, refuse_mlx
 from ..optim import weights_sha256
 from ..optim.optimizer import little_endian
 from ..transformer import Transformer, TransformerConfig, load_pretrained
@@ -177,6 +178,10 @@ def open_model(
     base, own = adapter_run(folder)
     model = load_pretrained(folder, dtype) if own is None else open_model(base, own, dtype)
     if adapter is not None:
+        if own is not None and Path(adapter).resolve() == own.resolve():
+            raise ValueError(
+                f"adapter: {adapter} is what --model {folder} carries already; name its base there"
+            )
         _merge(model)
         load_adapter_peft(model, adapter)
     return model
@@ -191,9 +196,12 @@ def adapter_run(folder: Path) -> tuple[Path, Path | None]:
     """The folder of a run's weights, and of its adapter if it is a LoRA run."""
     if (folder / "model.safetensors").is_file() or not (folder / "adapter_config.json").is_file():
         return folder, None
-    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-    if not base or not Path(base).is_dir():
-        raise ValueError(f"model: {folder} adapts {base}, which is not a folder here")
+    path = folder / "adapter_config.json"
+    values = read_json(path)
+    refuse_mlx(path, values)
+    base = values.get("base_model_name_or_path")
+    if not base or not Path(base).is_dir() or Path(base).resolve() == folder.resolve():
+        raise ValueError(f"model: {folder} adapts {base}, which is no folder with its weights here")
     return Path(base), folder
 
 
@@ -247,13 +255,14 @@ def due(step: int, s: Settings) -> bool:
     return step == 0 or any(at(step, n, s.steps) for n in every)
 
 
-def validate(run: Run) -> dict[str, float]:
+def validate(run: Run) -> dict[str, float | None]:
     """Loss and accuracy on the validation rows; nothing if there are none."""
     s, rows = run.settings, run.data.valid
     if rows is None:
         return {}
     result = evaluate(run.model, rows, s.batch, s.eval_rows)
-    return {f"val_{name}": result[name] for name in ("loss", "accuracy")}
+    run.trainer.metrics.record_val_loss(result["loss"])
+    return {f"val_{name}": _number(result[name]) for name in ("loss", "accuracy")}
 
 
 # --- digests -------------------------------------------------------------------------------

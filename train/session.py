@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import shutil
 import signal
@@ -59,7 +60,8 @@ def resume(path: str, flags: dict[str, Any], stream: TextIO) -> int:
     settings = _absolute(dataclasses.replace(settings, **flags))
     with folder.locked():
         session = Session.again(settings, folder, stream)
-        if session.run.step == settings.steps:
+        done = folder.environment().get("sessions", [])  # the last file that a run writes
+        if session.run.step == settings.steps and done and done[-1]["steps"][1] == settings.steps:
             session.say(f"{path} is complete: all {settings.steps} steps are done")
             return 0
         return session.run_to_end()
@@ -140,8 +142,9 @@ class Session:
                 metrics.write(json.dumps(row) + "\n")
                 metrics.flush()
                 progress.step(row)
-                self._keep(row, final=stopped())
-                if stopped():
+                final = stopped()  # asked once: what ends the run must also be kept
+                self._keep(row, final)
+                if final:
                     break
         progress.close()
         self._finish(
@@ -191,7 +194,9 @@ class Session:
             r["val_loss"] for r in self.rows if r.get("val_loss") is not None
         )
         if final or best or at(run.step, s.snapshot_every, s.steps):
-            more = {**run.identity(), "val_loss": row.get("val_loss")}
+            identity = json.dumps(run.identity(), sort_keys=True).encode()
+            run_id = hashlib.sha256(identity).hexdigest()[:16]
+            more = {**run.identity(), "run_id": run_id, "val_loss": row.get("val_loss")}
             save_snapshot(self.folder / "snapshots", run.trainer, more, keep=s.keep, best=best)
 
     def _write_record(self) -> None:
@@ -207,13 +212,18 @@ class Session:
             save_pretrained(run.model, folder.path)
         folder.write_table(self.rows)
         folder.write("loss.svg", run_curves(self.rows))
-        earlier = folder.environment().get("sessions", [])
-        folder.write_json("environment.json", {**environment(), "sessions": [*earlier, times]})
         prompt, text = sample(run)
         folder.write("sample.txt", prompt + text)
+        earlier = folder.environment().get("sessions", [])
+        folder.write_json("environment.json", {**environment(), "sessions": [*earlier, times]})
         validated = [row["val_loss"] for row in self.rows if row.get("val_loss") is not None]
         if validated:
             self.say(f"validation loss {validated[-1]:.4f} nats per token")
+            if validated[-1] > min(validated):
+                self.say(
+                    f"note: it was best, {min(validated):.4f}, at an earlier step: snapshots/best "
+                    "holds that state, the files of the run are of the last step"
+                )
         self.say(f"done in {clock(times['seconds'])}; a sample:\n\n{prompt}{text}\n")
 
 

@@ -83,12 +83,13 @@ def save_snapshot(
     temporary = folder / f".{target.name}.{os.getpid()}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".*.tmp"):  # of a run that was killed
-            shutil.rmtree(left)
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         _write(temporary, trainer, more or {})
         _replace(temporary, target)
         _name(folder, "last", target.name)
+        for left in folder.glob(".*.tmp"):  # of a run that was killed
+            shutil.rmtree(left)
         if best:
             _name(folder, "best", target.name)
         _prune(folder, keep)
@@ -254,7 +255,8 @@ def _find(path: Path, which: str) -> Snapshot:
         return read_snapshot(path)
     if which not in ("last", "best"):
         raise ValueError(f'load_snapshot: which is "last" or "best", not {which!r}')
-    candidates = list_snapshots(path)[::-1]
+    # A kill while a snapshot was replaced leaves the one that was there under this name.
+    candidates = list_snapshots(path)[::-1] or sorted(path.glob(".step-*.old.tmp"))[::-1]
     if which == "best":
         best = _named(path, "best")
         candidates = [p for p in candidates if p == best]

@@ -156,6 +156,8 @@ class FileTokenizer:
 
 def load_tokenizer(folder: str | Path | None) -> Tokenizer:
     """The tokenizer of a model folder; byte-level where it has no `tokenizer.json`."""
+    if folder is not None and not Path(folder).is_dir():
+        raise ValueError(f"model: {folder} is not a folder")
     if folder is None or not (Path(folder) / "tokenizer.json").is_file():
         return ByteTokenizer()
     return FileTokenizer(Path(folder))

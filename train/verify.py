@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..lora import lora_modules
 from ..optim import weights_sha256
 from ..transformer.hf_config import config_to_hf
 from ..transformer.safetensors_io import TensorFile
-from .data import STDLIB
+from .data import STDLIB, find_files, hash_files
 from .environment import environment
 from .folder import RunFolder
 from .run import OF_THE_MACHINE, Run, build, due, open_model, record, settings_sha256, steps
@@ -55,11 +56,16 @@ def verify(
     run's data or the weights it started from are missing.
     """
     folder = RunFolder.open(run)
-    written = folder.digests()
-    settings = dataclasses.replace(folder.settings(), threads=threads)
-    records = {r["step"]: r for r in written.get("steps", [])}
-    rows = {row["step"]: row for row in folder.metrics()}
-    last = max(records, default=0)
+    try:
+        written = folder.digests()
+        settings = dataclasses.replace(folder.settings(), threads=threads)
+        records = {r["step"]: r for r in written.get("steps", [])}
+        rows = {row["step"]: row for row in folder.metrics()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return Report(start or 0, stop or 0, problems=[f"the record cannot be read: {error}"])
+    if not records:
+        return Report(start or 0, stop or 0, problems=["digests.json records no step"])
+    last = max(records)
     report = Report(start or 0, last if stop is None else stop)
     if not 0 <= report.start < report.stop <= last:
         raise ValueError(
@@ -75,6 +81,10 @@ def verify(
         return report
     if data is not None:
         settings.data = str(data)
+    found = hash_files(find_files(settings.data or STDLIB))  # missing data is bad input
+    if found != written.get("data") and settings.data != STDLIB:
+        report.problems.append(f"the data differs: recorded {written.get('data')}, now {found}")
+        return report
     replay = build(settings)
     for what, value in replay.identity().items():
         if written.get(what) != value:
@@ -118,9 +128,10 @@ def _replay(
     on_step: Callable[[dict[str, Any]], None],
 ) -> str | None:
     """The first departure from the record, in words."""
-    if problem := _compare(records[run.step], record(run)):
-        return problem
-    report.compared += 1
+    if run.step in records:  # a run that was stopped has snapshots between its records
+        if problem := _compare(records[run.step], record(run)):
+            return problem
+        report.compared += 1
     for row in steps(run, report.stop):
         on_step(row)
         if problem := _compare_row(rows.get(run.step), row):
@@ -187,6 +198,13 @@ def _final(run: Run, folder: RunFolder, recorded: dict) -> str | None:
         return f"the model in {folder.path} cannot be opened: {error}"
     if weights_sha256(model) != recorded.get("weights"):
         return f"the weights in {folder.path} are not those of step {run.step}"
+    layers = zip(lora_modules(model), lora_modules(run.model), strict=True)
+    for (name, found), (_, own) in layers:
+        if found.scales != own.scales:
+            return (
+                f"adapter_config.json: the scale of {name} is {found.scales}, "
+                f"the run's is {own.scales}"
+            )
     if (folder / "config.json").is_file():
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for key, value in config_to_hf(run.model.config, "float32").items():

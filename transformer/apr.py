@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from .config import APR_EXTRA, TransformerConfig
-from .hf import STORAGE, check_finite, place_parameters
+from .hf import STORAGE, check_finite, place_parameters, without_tied_head
 from .llama import Transformer
 from .module import check_names, check_shapes
 from .safetensors_io import atomic_file, convert, dtype_name, refuse_lfs_pointer
@@ -243,9 +243,8 @@ def save_apr(
         raise TypeError(f"save_apr: a Transformer is needed, given {type(model).__name__}")
     config = model.config
     plain = {name: p.shape for name, p in Transformer.empty(config).named_parameters()}
-    state = dict(model.state_dict() if state is None else state)
-    if "lm_head.weight" not in plain:
-        state.pop("lm_head.weight", None)
+    state = model.state_dict() if state is None else state
+    state = without_tied_head("save_apr", plain, state, "model.embed_tokens.weight")
     check_names("save_apr", plain, state)
     check_shapes("save_apr", plain, {name: a.shape for name, a in state.items()})
     fields = {

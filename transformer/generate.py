@@ -180,7 +180,8 @@ class _Picker:
 
     def _draw(self, b: int, logits: np.ndarray) -> int:
         """Softmax by the engine's own exp, sums in one order: the same draw on every machine."""
-        logits = logits / np.float32(self.temperature)
+        # Differences to the largest: a tiny temperature makes them -inf, never NaN.
+        logits = (logits - logits.max()) / np.float32(self.temperature)
         if self.top_k is not None and self.top_k < len(logits):
             kth = np.partition(logits, -self.top_k)[-self.top_k]
             above, equal = np.flatnonzero(logits > kth), np.flatnonzero(logits == kth)

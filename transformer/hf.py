@@ -14,7 +14,7 @@ import numpy as np
 
 from ..autograd.buffers import ALIGN
 from .config import TransformerConfig
-from .decoder import Decoder
+from .decoder import PAD, Decoder
 from .hf_config import Config, config_from_hf, config_to_hf
 from .llama import Transformer
 from .module import check_names, check_shapes
@@ -71,6 +71,8 @@ def load_pretrained(
         files.read(names[own], dtype_name(p.data), p.data.T if turned else p.data)
         check_finite(names[own], p.data)
     model.source = source
+    if isinstance(model, Decoder) and source.get("pad_token_id") != PAD:
+        model.ignore_index = -100  # in GPT-2's vocabulary 0 is a word
     return model
 
 
@@ -176,8 +178,8 @@ def save_pretrained(
         raise ValueError(f'save_pretrained: dtype is "float32" or "bfloat16", not {dtype!r}')
     state = model.state_dict() if state is None else state
     plain = {name: p.shape for name, p in new_model(model.config).named_parameters()}
-    if isinstance(state, dict) and "lm_head.weight" not in plain:
-        state = {k: v for k, v in state.items() if k != "lm_head.weight"}  # tied
+    table = "tokens.weight" if isinstance(model, Decoder) else "model.embed_tokens.weight"
+    state = without_tied_head("save_pretrained", plain, state, table)
     try:
         check_names("save_pretrained", plain, state)
     except ValueError as error:
@@ -192,6 +194,8 @@ def save_pretrained(
     for name in ("rope_parameters", "dtype"):  # version 5 of what stands in ours as version 4
         config.pop(name, None)
     config |= config_to_hf(model.config, dtype)
+    if isinstance(model, Decoder) and model.ignore_index == PAD:
+        config["pad_token_id"] = PAD
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(
@@ -202,6 +206,19 @@ def save_pretrained(
     )
     with atomic_file(folder / "config.json") as f:
         f.write((json.dumps(config, indent=2) + "\n").encode())
+
+
+def without_tied_head(what: str, plain: Any, state: Mapping[str, Any], table: str) -> dict:
+    """`state` without the head of a model that ties it to its table; ValueError if they differ."""
+    head = "lm_head.weight"
+    if head in plain or head not in state:
+        return dict(state)
+    if table in state and not np.array_equal(state[head], state[table]):
+        raise ValueError(
+            f"{what}: the head and the embeddings are one tensor of this model, but the given "
+            "arrays differ; merge_lora the model and save that, without `state`"
+        )
+    return {k: v for k, v in state.items() if k != head}
 
 
 def _smallest_exact(tensors: Mapping[str, Any]) -> str:

@@ -62,9 +62,15 @@ class TensorFile:
                 header = json.loads(f.read(length))
                 self.metadata: dict[str, str] = header.pop("__metadata__", {})
                 self.entries = {name: _entry(e, 8 + length) for name, e in header.items()}
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise ValueError(f"{self.path}: not a safetensors file ({error})") from None
-        end = max((e.start + e.nbytes for e in self.entries.values()), default=8 + length)
+        end = 8 + length
+        for e in sorted(self.entries.values(), key=lambda e: (e.start, e.nbytes)):
+            if e.start != end or e.nbytes < 0:
+                raise ValueError(
+                    f"{self.path}: not a safetensors file (tensors overlap or leave holes)"
+                )
+            end += e.nbytes
         if size != end:
             what = "is cut off" if size < end else "has bytes that its header does not know"
             raise ValueError(f"{self.path} {what}: {end} bytes needed, the file has {size}")
@@ -243,7 +249,10 @@ INDEX = "model.safetensors.index.json"
 
 def _indexed(index: Path) -> Iterator[tuple[TensorFile, list[str]]]:
     try:
+        refuse_lfs_pointer(index, index.read_bytes()[:64])
         weight_map = dict(json.loads(index.read_text("utf-8"))["weight_map"])
+        if not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise ValueError("file names are needed")
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{index}: not an index of safetensors files ({error})") from None
     for shard in sorted(set(weight_map.values())):
