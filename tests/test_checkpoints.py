@@ -487,3 +487,17 @@ print((after - before) * 1024 / sum(p.data.nbytes for p in model.parameters()))
 """
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert float(out.stdout) <= 1.3
+
+
+def test_token_0_of_gpt2_is_a_word(tmp_path):
+    """Only a Decoder that says that 0 is padding ignores it; a folder keeps that."""
+    model = Decoder(GPT2, seed=1)
+    save_pretrained(model, tmp_path / "padded")
+    assert load_pretrained(tmp_path / "padded").ignore_index == 0
+    model.ignore_index = -100
+    save_pretrained(model, tmp_path / "plain")
+    loaded = load_pretrained(tmp_path / "plain")
+    ids, targets = np.array([[3, 4]]), np.array([[0, 0]])
+    logits = loaded(ids).data[0].astype(np.float64)
+    expected = np.mean([np.log(np.exp(row).sum()) - row[0] for row in logits])
+    assert loaded.loss(ids, targets).item() == pytest.approx(expected, rel=1e-5)

@@ -36,7 +36,13 @@ from afinar.lora import (
 from afinar.lora.pissa import principal_factors
 from afinar.lora.quantized import NF4, QuantizedLinear
 from afinar.optim import AdamW, weights_sha256
-from afinar.transformer import Transformer, TransformerConfig, lock_init_seed
+from afinar.transformer import (
+    Transformer,
+    TransformerConfig,
+    lock_init_seed,
+    save_apr,
+    save_pretrained,
+)
 from afinar.transformer.decoder import Decoder, DecoderConfig, preset
 from afinar.transformer.dropout import dropout_scope
 from afinar.transformer.layers import Linear
@@ -985,3 +991,21 @@ def test_pefts_line():
     assert trainable_line(model) == (
         "trainable params: 4,096 || all params: 199,488 || trainable%: 2.0533"
     )
+
+
+def test_a_module_trained_whole_is_no_target_nor_what_is_below_it():
+    model = Transformer(TransformerConfig.tiny(), seed=0)
+    with pytest.raises(ValueError, match="match no linear layer"):
+        apply_lora(model, LoRAConfig(r=2, targets=["up_proj"], modules_to_save=["mlp"]))
+    assert not lora_modules(model)
+
+
+@pytest.mark.parametrize("save", [save_pretrained, save_apr])
+def test_a_tied_head_that_was_adapted_is_not_thrown_away(save, tmp_path):
+    model = Transformer(TransformerConfig.tiny(), seed=0)
+    apply_lora(model, LoRAConfig(r=2, targets=["lm_head"]))
+    for _, layer in lora_modules(model):
+        layer.b[0].data = np.ones_like(layer.b[0].data)
+    state = merged_state_dict(model)
+    with pytest.raises(ValueError, match="one tensor of this model"):
+        save(model, tmp_path / "model.apr", state=state)
