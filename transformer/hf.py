@@ -37,7 +37,7 @@ _CONV1D = re.compile(r"\.(qkv|proj|fc)\.weight$")  # GPT-2 stores these as (in, 
 def load_pretrained(
     folder: str | os.PathLike[str], dtype: str = "float32"
 ) -> Transformer | Decoder:
-    """The model in a checkpoint folder, ready for use and, in float32, for training.
+    """The model in a checkpoint folder, ready for use (`training` is off) and, in float32, to train.
 
     With `dtype="bfloat16"` the matrices stay in 16 bits and are widened where they are used; the
     norms and biases, and "float32" as a whole, are float32. A head that is stored beside tied
@@ -73,6 +73,7 @@ def load_pretrained(
     model.source = source
     if isinstance(model, Decoder) and source.get("pad_token_id") != PAD:
         model.ignore_index = -100  # in GPT-2's vocabulary 0 is a word
+    model.eval()  # no dropout until it is trained, as transformers does
     return model
 
 
