@@ -37,7 +37,7 @@ _CONV1D = re.compile(r"\.(qkv|proj|fc)\.weight$")  # GPT-2 stores these as (in, 
 def load_pretrained(
     folder: str | os.PathLike[str], dtype: str = "float32"
 ) -> Transformer | Decoder:
-    """The model in a checkpoint folder, ready for use (`training` is off) and, in float32, to train.
+    """The model in a checkpoint folder, with `training` off; in float32 ready to be trained.
 
     With `dtype="bfloat16"` the matrices stay in 16 bits and are widened where they are used; the
     norms and biases, and "float32" as a whole, are float32. A head that is stored beside tied
