@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     peft = pytest.importorskip("peft")
 
 V = 60
-FAMILIES = ("llama", "qwen2", "gpt2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 VARIANTS = {
     "plain": {},
     "rslora": {"use_rslora": True},
@@ -62,7 +62,7 @@ def models(family):
         )
         ours = Decoder(config, seed=0)
     else:
-        kind = {"llama": "Llama", "qwen2": "Qwen2"}[family]
+        kind = family.capitalize()
         sizes = {
             "hidden_size": 32,
             "intermediate_size": 64,
@@ -73,10 +73,15 @@ def models(family):
             "max_position_embeddings": 32,
             "rms_norm_eps": 1e-6,
         }
+        if family == "qwen3":
+            sizes["head_dim"] = 12
+        if family == "mistral":
+            sizes["sliding_window"] = 5
         theirs = getattr(transformers, f"{kind}ForCausalLM")(
             getattr(transformers, f"{kind}Config")(**sizes, tie_word_embeddings=False)
         )
-        ours = Transformer(TransformerConfig(**sizes, attention_bias=family == "qwen2"), seed=0)
+        more = {"attention_bias": family == "qwen2", "qk_norm": family == "qwen3"}
+        ours = Transformer(TransformerConfig(**sizes, **more), seed=0)
     with torch.no_grad():
         for p in theirs.parameters():
             p.add_(0.1 * torch.randn(p.shape))
@@ -105,7 +110,12 @@ def configs(family, variant):
         theirs["modules_to_save"] = (
             ["ln_1", "ln_2", "ln_f"]
             if gpt2
-            else ["input_layernorm", "post_attention_layernorm", "model.norm"]
+            else [
+                "input_layernorm",
+                "post_attention_layernorm",
+                "model.norm",
+                *(("q_norm", "k_norm") if family == "qwen3" else ()),
+            ]
         )
     if "layers" in theirs:
         theirs["layers_to_transform"] = list(theirs.pop("layers"))
