@@ -10,6 +10,7 @@ from ..backend import array_module, is_array, kernel
 from ..buffers import empty
 from ..launch import body
 from ..tape import op
+from .gemm import widen
 
 
 @op
@@ -51,8 +52,7 @@ def as_ids(op_name, noun, ids, V, ignored=None):
 
 @kernel
 def embedding_rows(weight, ids):
-    rows = weight[ids]
-    return widen(rows) if rows.dtype == np.uint16 else rows
+    return widen(weight[ids])
 
 
 @kernel
@@ -61,11 +61,6 @@ def embedding_backward(g, ids, V):
     out = array_module(g).zeros((V, g.shape[-1]), g.dtype)
     array_module(g).add.at(out, ids, g)
     return out
-
-
-def widen(bits):
-    """bfloat16 bits as float32."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 # --- CPU -----------------------------------------------------------------------------------

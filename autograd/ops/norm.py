@@ -14,7 +14,7 @@ from ..buffers import empty
 from ..lanes import fma, keep_first, load, load_part, row_dot, row_sum, splat, store, tree_sum
 from ..launch import body, device
 from ..tape import op
-from .embedding import widen
+from .gemm import widen
 from .reduce import CHAIN, add_chains
 
 
@@ -93,7 +93,7 @@ def _rows(name, x, *weights):
     for w in weights:
         if w is not None and w.shape != (C,):
             raise ValueError(f"{name}: x {x.shape} needs a weight {(C,)}, given {w.shape}")
-    widened = [widen(w) if w is not None and w.dtype == "uint16" else w for w in weights]
+    widened = [w if w is None else widen(w) for w in weights]
     return x.reshape(math.prod(x.shape[:-1]), C), [
         w if w is None else w.astype(x.dtype, copy=False) for w in widened
     ]
