@@ -4,12 +4,16 @@ import dataclasses
 import json
 import struct
 import zlib
+from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from afinar.transformer import Transformer, TransformerConfig, load_apr, save_apr
-from afinar.transformer.apr import apr_array, read_apr, write_apr
+from afinar.transformer.apr import AprEntry, apr_array, read_apr, write_apr
+from afinar.transformer.apr_quantised import quantised
 
 QWEN3 = dataclasses.replace(
     TransformerConfig.tiny(),
@@ -103,9 +107,35 @@ def test_an_empty_head_is_a_tied_one(tmp_path):
     assert (loaded.max_position_embeddings, loaded.rope_theta) == (32768, c.rope_theta)
 
 
-def test_quantised_types_are_read():
-    from afinar.transformer.apr import AprEntry
+# --- the quantised types -------------------------------------------------------------------
 
+CODES = {"q4": 128, "q8": 129}
+
+
+def expected_bytes(values, kind):
+    """The format's description in exact arithmetic, one value at a time."""
+
+    def scale_and_codes(block, most):
+        scale = np.float32(max(abs(v) for v in block)) / np.float32(most) or np.float32(1)
+        exact = (Fraction(float(np.float32(v) / scale)) for v in block)
+        return scale, [int(abs(t) + Fraction(1, 2)) * (1 if t >= 0 else -1) for t in exact]
+
+    values = [np.float32(v) for v in values]
+    if not values:
+        return b""
+    if kind == "q8":
+        scale, q = scale_and_codes(values, 127)
+        return struct.pack(f"<f{len(q)}b", scale, *q)
+    out = b""
+    for n in range(0, len(values), 32):
+        scale, q = scale_and_codes(values[n : n + 32], 7)
+        nibbles = [c + 8 for c in q] + [0] * (32 - len(q))
+        out += struct.pack("<e", scale)
+        out += bytes(nibbles[k] + 16 * nibbles[k + 1] for k in range(0, 32, 2))
+    return out
+
+
+def test_quantised_types_are_read():
     q8 = struct.pack("<f3b", 0.5, -127, 0, 4)
     entry = AprEntry(129, (3,), memoryview(q8))
     np.testing.assert_array_equal(apr_array("w", entry), [-63.5, 0, 2])
@@ -114,6 +144,65 @@ def test_quantised_types_are_read():
     np.testing.assert_array_equal(apr_array("w", entry), [0, 1.75, -1.75, 0.25])
     with pytest.raises(ValueError, match="w: type 12"):
         apr_array("w", AprEntry(12, (4,), memoryview(b"1234")))
+
+
+def test_quantised_bytes_by_hand():
+    """s = 7 / 7 = 1, halves away from zero; even indices low; what fills the block is 0."""
+    block = [7, -7, 0.5, -0.5, 1.5, 0.25, 2.5]
+    nibbles = [15, 1, 9, 7, 10, 8, 11]
+    pairs = [1 * 16 + 15, 7 * 16 + 9, 8 * 16 + 10, 11]
+    assert nibbles[0] + 16 * nibbles[1] == pairs[0]
+    assert quantised("w", np.array(block), 128) == b"\x00\x3c" + bytes(pairs + [0] * 12)
+    scale = struct.pack("<f", 2.0)
+    assert quantised("w", np.array([254, -1, 1, 3, 0]), 129) == scale + bytes([127, 255, 1, 2, 0])
+    assert quantised("w", np.zeros(2), 129) == struct.pack("<f2b", 1, 0, 0)
+    assert quantised("w", np.zeros(1), 128) == b"\x00\x3c\x08" + bytes(15)
+    assert quantised("w", np.zeros((0, 4)), 128) == quantised("w", np.zeros(0), 129) == b""
+
+
+@given(st.lists(st.floats(-1e4, 1e4, width=32), max_size=70), st.sampled_from(["q4", "q8"]))
+def test_quantised_bytes_are_those_of_the_description(values, kind):
+    raw = quantised("w", np.array(values, np.float32), CODES[kind])
+    assert raw == expected_bytes(values, kind)
+    back = apr_array("w", AprEntry(CODES[kind], (len(values),), memoryview(raw)))
+    width = 32 if kind == "q4" else max(len(values), 1)
+    for n in range(0, len(values), width):
+        x = np.array(values[n : n + width], np.float32)
+        most = np.abs(x).max()
+        # Half a step; AprQ4's scale was rounded to float16 (2^-11, or 2^-25 where that is less).
+        half = most / 254 if kind == "q8" else most / 14 + max(most * 2.0**-11, 7 * 2.0**-25)
+        assert np.abs(back[n : n + width] - x).max() <= half * 1.0001
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_a_quantised_model_comes_back_and_its_file_is_stable(tmp_path, kind):
+    model = Transformer(QWEN3, seed=3)
+    save_apr(model, tmp_path / "m.apr", quantize=kind)
+    metadata, entries = read_apr(tmp_path / "m.apr")
+    assert (tmp_path / "m.apr").read_bytes()[6] & 0x20  # the flag QUANTIZED
+    for name, p in model.named_parameters():
+        e = entries[name]
+        if p.ndim == 2 and ".layers." in name:
+            assert e.dtype == CODES[kind]
+            assert bytes(e.data) == expected_bytes(p.data.reshape(-1).tolist(), kind)
+        else:
+            assert e.dtype == 0
+    write_apr(tmp_path / "again.apr", entries, metadata)
+    assert (tmp_path / "again.apr").read_bytes() == (tmp_path / "m.apr").read_bytes()
+    again = load_apr(tmp_path / "m.apr")
+    worst = 1 / 14 if kind == "q4" else 1 / 254
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert np.abs(a.data - b.data).max() <= 1.01 * worst * np.abs(a.data).max()
+    again.loss([[1, 2]], [[2, 3]]).backward()
+    save_apr(load_apr(tmp_path / "m.apr", "bfloat16"), tmp_path / "short.apr", quantize=kind)
+
+
+def test_what_cannot_be_quantised_is_refused(tmp_path):
+    for bad in (np.inf, np.nan, 5e5):
+        with pytest.raises(ValueError, match="w: finite values below 458528"):
+            quantised("w", np.array([1, bad], np.float32), 128)
+    with pytest.raises(ValueError, match="quantize is None"):
+        save_apr(Transformer(TransformerConfig.tiny()), tmp_path / "m.apr", quantize="q5")
 
 
 def damaged(change):
@@ -166,3 +255,31 @@ def test_wrong_tensors_are_named(tmp_path):
     write_apr(tmp_path / "bad.apr", {"x": state[name]}, metadata)
     with pytest.raises(ValueError, match=r"missing model\.embed_tokens.weight.*unexpected x"):
         load_apr(tmp_path / "bad.apr")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (b"[1]", "its metadata is a list"),
+        (b"[" * 100_000, "not a readable APR v2 file"),
+        (b"{", "not a readable APR v2 file"),
+        (b"{}", "does not give the sizes"),
+    ],
+)
+def test_metadata_that_describes_no_model(tmp_path, metadata, message):
+    size = len(metadata)
+    index = 64 + size + -size % 64
+    head = b"APR\0" + bytes([2, 0]) + struct.pack("<HIQIQQ", 0x400, 0, 64, size, index, index)
+    head += struct.pack("<I", zlib.crc32(head + bytes(20))) + bytes(20)
+    body = head + metadata.ljust(index - 64, b"\0")
+    (tmp_path / "x.apr").write_bytes(body + struct.pack("<I", zlib.crc32(body)))
+    with pytest.raises(ValueError, match=f"x.apr.*{message}"):
+        load_apr(tmp_path / "x.apr")
+
+
+def test_sizes_of_the_wrong_type_are_named(tmp_path):
+    model = Transformer(TransformerConfig.tiny())
+    for field, value in (("hidden_size", "wide"), ("rope_theta", "x"), ("num_kv_heads", [2])):
+        save_apr(model, tmp_path / "m.apr", metadata={field: value})
+        with pytest.raises(ValueError, match=f"m.apr: its metadata describes no model.*{field} is"):
+            load_apr(tmp_path / "m.apr")

@@ -501,3 +501,53 @@ def test_token_0_of_gpt2_is_a_word(tmp_path):
     logits = loaded(ids).data[0].astype(np.float64)
     expected = np.mean([np.log(np.exp(row).sum()) - row[0] for row in logits])
     assert loaded.loss(ids, targets).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rms_norm_eps", None),
+        ("rms_norm_eps", "1e-5"),
+        ("rms_norm_eps", 0),
+        ("rope_theta", "10000"),
+        ("rope_theta", 0),
+        ("rope_theta", float("nan")),
+        ("rope_scaling", "linear"),
+        ("rope_scaling", {"rope_type": ["linear"]}),
+        ("rope_scaling", {"rope_type": "linear", "factor": True}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": "1e4"}),
+        ("hidden_size", 64.0),
+        ("hidden_size", True),
+        ("num_key_value_heads", 0),
+        ("num_key_value_heads", 3),
+        ("vocab_size", "50"),
+        ("max_position_embeddings", -1),
+        ("tie_word_embeddings", "yes"),
+        ("attention_bias", 1),
+        ("architectures", "LlamaForCausalLM"),
+        ("model_type", ["llama"]),
+    ],
+)
+def test_values_of_the_wrong_type_name_folder_and_field(folder, field, value):
+    change_config(folder, **{field: value})
+    shown = {"num_key_value_heads": "num_k", "rope_parameters": "rope_theta"}.get(field, field)
+    with pytest.raises(ValueError, match=rf"{folder}: .*{shown}") as error:
+        load_pretrained(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n_layer", 2.0),
+        ("layer_norm_epsilon", "small"),
+        ("activation_function", ["gelu"]),
+        ("resid_pdrop", "0.1"),
+        ("n_inner", 0),
+    ],
+)
+def test_values_of_the_wrong_type_in_gpt2(tmp_path, field, value):
+    save_pretrained(Decoder(GPT2), tmp_path)
+    change_config(tmp_path, **{field: value})
+    with pytest.raises(ValueError, match=field):
+        load_pretrained(tmp_path)

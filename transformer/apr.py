@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from .apr_quantised import Q4, Q8, dequantised, quantised
 from .config import APR_EXTRA, TransformerConfig
 from .hf import STORAGE, check_finite, place_parameters, without_tied_head
 from .llama import Transformer
@@ -30,12 +31,12 @@ from .safetensors_io import atomic_file, convert, dtype_name, refuse_lfs_pointer
 MAGIC = b"APR\0"
 # magic, version, flags, tensors, metadata at, its size, index at, data at, CRC of the header
 _HEADER = struct.Struct("<4sBBHIQIQQI20x")
-_ROW_MAJOR, _COLUMN_MAJOR = 0x400, 0x800
+_QUANTIZED, _ROW_MAJOR, _COLUMN_MAJOR = 0x20, 0x400, 0x800
 _UNREADABLE = {0x1: "LZ4", 0x2: "ZSTD", 0x4: "encryption", 0x10: "sharding"}
-_F32, _F16, _BF16, _Q4, _Q8 = 0, 1, 30, 128, 129
-_CODES = {"F32": _F32, "F16": _F16, "BF16": _BF16}
+_CODES = {"F32": 0, "F16": 1, "BF16": 30}
 _NAMES = {code: name for name, code in _CODES.items()}
-_LEGACY = {8: _Q4, 9: _Q8}
+_LEGACY = {8: Q4, 9: Q8}
+_QUANTISED = {"q4": Q4, "q8": Q8}
 _LIMIT_NAME, _LIMIT_DIMS = 256, 8
 
 # The fields that every file has, null where nothing is known.
@@ -79,37 +80,40 @@ class AprEntry:
     shape: tuple[int, ...]
     data: memoryview
 
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
 
 def write_apr(
     path: str | os.PathLike[str],
     tensors: Mapping[str, Any],
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write float32, float16 or bfloat16 arrays; metadata is any JSON, its keys get sorted.
+    """Write float32, float16 or bfloat16 arrays, or entries; metadata is any JSON, keys get sorted.
 
-    The same arguments give the same bytes. Raises ValueError for a name or a shape that the format
-    cannot hold.
+    The same arguments give the same bytes, and what `read_apr` gives is written as it was. Raises
+    ValueError for a name or a shape that the format cannot hold.
     """
     full = dict.fromkeys(_FIELDS) | {"model_type": "", "total_size": 0, "param_count": 0}
     text = json.dumps(full | dict(metadata or {}), sort_keys=True, separators=(",", ":"))
     meta, index, at = text.encode(), b"", 0
     order = sorted(tensors, key=lambda name: name.encode())
+    codes = {name: _code(name, tensors[name]) for name in order}
     for name in order:
-        a, raw = tensors[name], name.encode()
-        if len(raw) > _LIMIT_NAME or a.ndim > _LIMIT_DIMS:
+        shape, size, raw = tensors[name].shape, tensors[name].nbytes, name.encode()
+        if len(raw) > _LIMIT_NAME or len(shape) > _LIMIT_DIMS:
             raise ValueError(
-                f"write_apr: {name!r} {a.shape}: names of at most {_LIMIT_NAME} bytes and "
+                f"write_apr: {name!r} {shape}: names of at most {_LIMIT_NAME} bytes and "
                 f"{_LIMIT_DIMS} axes are needed"
             )
-        code = _CODES.get(dtype_name(a))
-        if code is None:
-            raise ValueError(f"write_apr: {name} is {a.dtype}; float32, float16 or bfloat16 needed")
         index += struct.pack("<H", len(raw)) + raw
-        index += struct.pack(f"<BB{a.ndim + 2}Q", code, a.ndim, *a.shape, at, a.nbytes)
-        at += _padded(a.nbytes)
+        index += struct.pack(f"<BB{len(shape) + 2}Q", codes[name], len(shape), *shape, at, size)
+        at += _padded(size)
     index_at = 64 + _padded(len(meta))
     data_at = index_at + _padded(len(index))
-    fields = (MAGIC, 2, 0, _ROW_MAJOR, len(order), 64, len(meta), index_at, data_at)
+    flags = _ROW_MAJOR | (_QUANTIZED if {Q4, Q8} & set(codes.values()) else 0)
+    fields = (MAGIC, 2, 0, flags, len(order), 64, len(meta), index_at, data_at)
     header = _HEADER.pack(*fields, 0)
     crc = zlib.crc32(header[:40] + header[44:])
     with atomic_file(path) as f:
@@ -125,9 +129,26 @@ def write_apr(
         put(meta)
         put(index)
         for name in order:
-            a = tensors[name] if isinstance(tensors[name], np.ndarray) else tensors[name].get()
-            put(np.ascontiguousarray(a).reshape(-1).view(np.uint8))
+            put(_bytes(tensors[name]))
         f.write(struct.pack("<I", total))
+
+
+def _code(name: str, tensor: Any) -> int:
+    if isinstance(tensor, AprEntry):
+        return tensor.dtype
+    code = _CODES.get(dtype_name(tensor))
+    if code is None:
+        raise ValueError(
+            f"write_apr: {name} is {tensor.dtype}; float32, float16 or bfloat16 needed"
+        )
+    return code
+
+
+def _bytes(tensor: Any) -> Any:
+    if isinstance(tensor, AprEntry):
+        return tensor.data
+    a = tensor if isinstance(tensor, np.ndarray) else tensor.get()
+    return np.ascontiguousarray(a).reshape(-1).view(np.uint8)
 
 
 def _padded(n: int) -> int:
@@ -165,8 +186,10 @@ def read_apr(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Ap
     try:
         metadata = json.loads(raw[meta_at : meta_at + meta_size])
         entries = _read_index(memoryview(raw)[index_at:data_at], count, memoryview(raw)[data_at:-4])
-    except (struct.error, ValueError) as error:
+    except (struct.error, ValueError, RecursionError) as error:
         raise refuse(str(error)) from None
+    if not isinstance(metadata, dict):
+        raise refuse(f"its metadata is a {type(metadata).__name__}, not an object")
     return metadata, entries
 
 
@@ -202,26 +225,10 @@ def apr_array(name: str, entry: AprEntry, dtype: str = "F32") -> np.ndarray:
             raise ValueError(f"{name}: shape {entry.shape} and {len(entry.data)} bytes do not fit")
         values = np.frombuffer(entry.data, kind)
     else:
-        stored, values = "F32", _dequantised(name, entry, n)
+        raw = np.frombuffer(entry.data, np.uint8)
+        stored, values = "F32", dequantised(name, raw, n, entry.dtype)
     out = convert(values, stored, dtype)
     return (out.copy() if out is values else out).reshape(entry.shape)
-
-
-def _dequantised(name: str, entry: AprEntry, n: int) -> np.ndarray:
-    """AprQ8: a float32 scale, then int8. AprQ4: blocks of 32, a float16 scale and 16 bytes each."""
-    raw = np.frombuffer(entry.data, np.uint8)
-    if entry.dtype == _Q8 and len(raw) == 4 + n:
-        return raw[4:].view(np.int8).astype(np.float32) * raw[:4].view("<f4")[0]
-    if entry.dtype == _Q4 and len(raw) == 18 * -(-n // 32):
-        blocks = raw.reshape(-1, 18)
-        scale = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
-        low, high = blocks[:, 2:] & 15, blocks[:, 2:] >> 4  # even index low, odd index high
-        q = np.stack([low, high], axis=2).reshape(-1, 32).astype(np.float32) - 8
-        return (q * scale).reshape(-1)[:n]
-    raise ValueError(
-        f"{name}: type {entry.dtype} in {len(raw)} bytes for {n} values cannot be read; "
-        "F32, F16, BF16, AprQ4 or AprQ8 is needed"
-    )
 
 
 # --- models --------------------------------------------------------------------------------
@@ -233,12 +240,16 @@ def save_apr(
     *,
     metadata: Mapping[str, Any] | None = None,
     state: Mapping[str, Any] | None = None,
+    quantize: str | None = None,
 ) -> None:
     """Write a `Transformer` as an APR v2 file; `metadata` adds to, or replaces, what it says.
 
     `state` holds other arrays than the model's own, under its names (merged adapters). A tied
-    head is not written.
+    head is not written. `quantize` is "q8" or "q4": the matrices of the layers are then AprQ8 or
+    AprQ4; embeddings, head, norms and biases stay as they are.
     """
+    if quantize not in (None, *_QUANTISED):
+        raise ValueError(f'save_apr: quantize is None, "q8" or "q4", not {quantize!r}')
     if not isinstance(model, Transformer):
         raise TypeError(f"save_apr: a Transformer is needed, given {type(model).__name__}")
     config = model.config
@@ -261,7 +272,16 @@ def save_apr(
         "head_dim": config.head_dim,
     }
     extra = {name: getattr(config, name) for name in APR_EXTRA}
+    if quantize is not None:
+        state = {name: _quantised(name, a, _QUANTISED[quantize]) for name, a in state.items()}
     write_apr(path, state, fields | extra | dict(metadata or {}))
+
+
+def _quantised(name: str, a: Any, code: int) -> Any:
+    if a.ndim < 2 or not name.startswith("model.layers."):
+        return a
+    wide = convert(np.frombuffer(_bytes(a), a.dtype), dtype_name(a), "F32")
+    return AprEntry(code, a.shape, memoryview(quantised(name, wide, code)))
 
 
 def load_apr(path: str | os.PathLike[str], dtype: str = "float32") -> Transformer:
@@ -279,7 +299,10 @@ def load_apr(path: str | os.PathLike[str], dtype: str = "float32") -> Transforme
         for name, e in entries.items()
         if not name.startswith("__training__.") and not (name == head and not len(e.data))
     }
-    config = TransformerConfig.from_apr_metadata(metadata)
+    try:
+        config = TransformerConfig.from_apr_metadata(metadata)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: its metadata describes no model: {error}") from None
     if config is None:
         raise ValueError(f"{path}: its metadata does not give the sizes of the model")
     config = dataclasses.replace(config, tie_word_embeddings=head not in entries)
@@ -293,6 +316,9 @@ def load_apr(path: str | os.PathLike[str], dtype: str = "float32") -> Transforme
     )
     place_parameters(model, STORAGE[dtype])
     for name, p in parameters.items():
-        p.data[...] = apr_array(name, entries[name], dtype_name(p.data))
-        check_finite(name, p.data)
+        try:
+            p.data[...] = apr_array(name, entries[name], dtype_name(p.data))
+            check_finite(name, p.data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
     return model

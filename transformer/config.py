@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -74,17 +75,21 @@ class TransformerConfig:
                 _refuse("hidden_size", self.hidden_size, need)
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         _positive("head_dim", self.head_dim)
-        if self.rope_theta and self.head_size % 2:
-            _refuse("head_dim", self.head_dim, "an even number, for rotary positions")
         if self.num_attention_heads % self.kv_heads:
             need = f"a multiple of num_kv_heads, {self.num_kv_heads}"
             _refuse("num_attention_heads", self.num_attention_heads, need)
-        if not 0 < self.rms_norm_eps < 1:
-            _refuse("rms_norm_eps", self.rms_norm_eps, "a number between 0 and 1")
-        if not self.rope_theta >= 0:
-            _refuse(
-                "rope_theta", self.rope_theta, "a positive number, or 0 for no rotary positions"
-            )
+        for name in ("rms_norm_eps", "qk_norm_eps"):
+            eps = getattr(self, name)
+            if not (is_number(eps) and 0 < eps < 1):
+                _refuse(name, eps, "a number between 0 and 1")
+        if not (is_number(self.rope_theta) and self.rope_theta >= 0):
+            need = "a positive number, or 0 for no rotary positions"
+            _refuse("rope_theta", self.rope_theta, need)
+        if self.rope_theta and self.head_size % 2:
+            _refuse("head_dim", self.head_dim, "an even number, for rotary positions")
+        for name in ("attention_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, repr(getattr(self, name)), "true or false")
         if self.sliding_window is not None:
             _positive("sliding_window", self.sliding_window)
         if self.architecture not in ("decoder", "encoder"):
@@ -201,7 +206,7 @@ class TransformerConfig:
         need = ("hidden_size", "num_heads", "num_layers", "vocab_size", "intermediate_size")
         if any(metadata.get(name) is None for name in need):
             return None
-        hidden, heads, layers, vocab, inter = (int(metadata[name]) for name in need)
+        hidden, heads, layers, vocab, inter = (metadata[name] for name in need)
         name = str(metadata.get("architecture") or "").lower()
         qwen3 = name.startswith("qwen3")
         more: dict[str, Any] = {
@@ -216,11 +221,11 @@ class TransformerConfig:
         return cls(
             hidden_size=hidden,
             num_attention_heads=heads,
-            num_kv_heads=int(metadata.get("num_kv_heads") or heads),
+            num_kv_heads=metadata.get("num_kv_heads") or heads,
             intermediate_size=inter,
             num_hidden_layers=layers,
             vocab_size=vocab,
-            max_position_embeddings=int(metadata.get("max_position_embeddings") or 32768),
+            max_position_embeddings=metadata.get("max_position_embeddings") or 32768,
             **{field: value for field, value in more.items() if value is not None},
         )
 
@@ -356,7 +361,9 @@ _SIZES = {
 
 def check_rope_scaling(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
     """The rotary scaling in one form (`rope_type` first); None if it changes nothing."""
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if not isinstance(scaling, Mapping):
+        _refuse("rope_scaling", repr(scaling), "a dict with rope_type")
+    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
     need = {
         "default": (),
         "linear": ("factor",),
@@ -374,12 +381,17 @@ def check_rope_scaling(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
     if unknown and kind != "default":
         _refuse("rope_scaling", f"{kind} with {', '.join(unknown)}", f"only {', '.join(need)}")
     for name in need:
-        value = given.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        if not (is_number(value := given.get(name)) and value > 0):
             _refuse("rope_scaling", f"{kind} with {name} {value!r}", "a positive number there")
     if kind == "llama3" and not given["high_freq_factor"] > given["low_freq_factor"]:
         _refuse("rope_scaling", dict(scaling), "high_freq_factor above low_freq_factor")
     return None if kind == "default" else {"rope_type": kind, **{k: given[k] for k in need}}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value, of JSON say, is a finite number."""
+    whole = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return whole and math.isfinite(value)
 
 
 def _positive(name: str, value: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor, attention, gelu, rope, rope_table
+from .config import is_number
 from .dropout import call_scope, dropped, site_key
 from .init import init_weights
 from .inputs import check_ids, check_positions
@@ -48,19 +49,19 @@ class DecoderConfig:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "n_layer", "n_head", "d_model", "block"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"DecoderConfig: {name} must be positive, not {getattr(self, name)}"
-                )
-        if self.d_ff is not None and self.d_ff < 1:
-            raise ValueError(f"DecoderConfig: d_ff must be positive, not {self.d_ff}")
+        for name in ("vocab", "n_layer", "n_head", "d_model", "block", "d_ff"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not (whole and value > 0) and (name, value) != ("d_ff", None):
+                raise ValueError(f"DecoderConfig: {name} must be positive and whole, not {value!r}")
+        if not (is_number(self.eps) and 0 < self.eps < 1):
+            raise ValueError(f"DecoderConfig: eps must be between 0 and 1, not {self.eps!r}")
         if self.d_model % self.n_head:
             raise ValueError(
                 f"DecoderConfig: d_model={self.d_model} is not divisible by n_head={self.n_head}"
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"DecoderConfig: dropout must be in [0, 1), not {self.dropout}")
+        if not (is_number(self.dropout) and 0 <= self.dropout < 1):
+            raise ValueError(f"DecoderConfig: dropout must be in [0, 1), not {self.dropout!r}")
         if self.pos not in ("learned", "rope"):
             raise ValueError(f'DecoderConfig: pos is "learned" or "rope", not {self.pos!r}')
         if self.pos == "rope" and self.head_dim % 2:

@@ -50,7 +50,10 @@ def load_pretrained(
     if dtype not in STORAGE:
         raise ValueError(f'load_pretrained: dtype is "float32" or "bfloat16", not {dtype!r}')
     source = read_config(folder)
-    config = config_from_hf(source)
+    try:
+        config = config_from_hf(source)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     files = TensorFolder(folder)
     names = _own_names(files, config)
     config = _untied_if_needed(config, files, names)
