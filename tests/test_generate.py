@@ -1,7 +1,9 @@
 """Generation: the cache, ragged batches, sampling, stopping."""
 
 import dataclasses
+import inspect
 import os
+import re
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from afinar.transformer import (
     load_pretrained,
     stream,
 )
-from afinar.transformer.generate import KVCache, _Picker
+from afinar.transformer.generate import KVCache, Options, _Picker
 
 SMALL = dataclasses.replace(
     TransformerConfig.tiny(),
@@ -139,8 +141,9 @@ def test_streaming_yields_what_generate_returns(model):
 # --- the choice of a token -----------------------------------------------------------------
 
 
-def pick(logits, prompt=(0,), temperature=1.0, top_k=None, top_p=None, penalty=1.0, seed=0):
-    picker = _Picker([list(prompt)], temperature, top_k, top_p, penalty, seed)
+def pick(logits, prompt=(0,), temperature=1.0, penalty=1.0, **more):
+    options = Options(max_new_tokens=1, temperature=temperature, repetition_penalty=penalty, **more)
+    picker = _Picker([list(prompt)], options)
     return picker(0, np.asarray(logits, np.float32))
 
 
@@ -178,6 +181,8 @@ def test_repetition_penalty_divides_and_multiplies():
 def test_extreme_logits_stay_finite():
     assert pick([1e30, -1e30, 0.0], temperature=1e-3) == 0
     assert pick([-np.inf, 0.0, -np.inf]) == 1
+    assert pick([1.0, 2.0, -1.0], temperature=1e-60) == 1
+    assert pick([1.0, 2.0, -1.0], prompt=[1], temperature=0, penalty=1e30) == 0
 
 
 @pytest.mark.parametrize(
@@ -185,20 +190,59 @@ def test_extreme_logits_stay_finite():
     [
         ([], {}, ValueError, "at least one sequence"),
         ([[1], []], {}, ValueError, "an id in each"),
-        ([[1, 2.5]], {}, TypeError, "ids are integers"),
-        ([[1, 100]], {}, ValueError, "100 at"),
-        ([[1]], {"max_new_tokens": -1}, ValueError, "max_new_tokens is -1"),
-        ([[1]], {"temperature": -0.5}, ValueError, "temperature is -0.5"),
-        ([[1]], {"top_k": 0}, ValueError, "top_k is 0"),
-        ([[1]], {"top_p": 0.0}, ValueError, "top_p is 0.0"),
-        ([[1]], {"repetition_penalty": 0.0}, ValueError, "repetition_penalty is 0.0"),
-        ([[1]], {"stop": [[]]}, ValueError, "an entry of stop is empty"),
+        ("text", {}, TypeError, "ids is a str"),
+        (None, {}, TypeError, "ids is a NoneType"),
+        ([[1, 2.5]], {}, TypeError, "ids are whole numbers, given 2.5"),
+        ([[True]], {}, TypeError, "ids are whole numbers, given True"),
+        ([[1, 100]], {}, ValueError, "id 100 is outside the vocabulary, 0 .. 99"),
+        ([[-1]], {}, ValueError, "id -1 is outside the vocabulary"),
         ([[1] * 150], {"max_new_tokens": 11}, ValueError, "161 positions, the model has 160"),
+        ([[1]], {"topk": 3}, TypeError, "topk"),
+        *(
+            ([[1]], {name: value}, ValueError, f"generate: {name} is {re.escape(repr(value))}")
+            for name, values in {
+                "max_new_tokens": (-1, 2.5, None, True, "3"),
+                "temperature": (-0.5, np.nan, np.inf, 1e31, "hot", None),
+                "top_k": (0, -3, 2.5, "5", True),
+                "top_p": (0.0, 1.5, -0.1, np.nan, "0.5"),
+                "repetition_penalty": (0.0, -1, np.nan, np.inf, 1e-40, None),
+                "stop": ([[]], 5, "end", ["end"], [2.5], [[1, 2.5]], [None], {1: 2}),
+                "seed": (1.5, None, "0"),
+            }.items()
+            for value in values
+        ),
     ],
 )
 def test_wrong_arguments_are_named(model, ids, options, error, message):
     with pytest.raises(error, match=message):
         generate(model, ids, **({"max_new_tokens": 2} | options))
+
+
+def test_numbers_of_numpy_are_numbers(model):
+    options = {"temperature": np.float32(0.5), "top_k": np.int64(4), "top_p": np.float64(0.5)}
+    plain = {"temperature": 0.5, "top_k": 4, "top_p": 0.5}
+    stop = [np.int32(1), np.array([2, 3])]
+    given = generate(
+        model, [[1]], max_new_tokens=np.int64(6), seed=np.uint8(1), stop=stop, **options
+    )
+    assert given == generate(model, [[1]], max_new_tokens=6, seed=1, stop=[1, [2, 3]], **plain)
+
+
+@pytest.mark.parametrize("function", [generate, stream])
+def test_the_signature_shows_the_options(function):
+    parameters = inspect.signature(function).parameters
+    assert list(parameters)[:2] == ["model", "ids"]
+    options = {name: p.default for name, p in list(parameters.items())[2:]}
+    assert options == {
+        "max_new_tokens": inspect.Parameter.empty,
+        "temperature": 0.0,
+        "top_k": None,
+        "top_p": None,
+        "repetition_penalty": 1.0,
+        "stop": None,
+        "seed": 0,
+    }
+    assert all(p.kind is p.KEYWORD_ONLY for p in list(parameters.values())[2:])
 
 
 # --- a real model --------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from numbers import Real
+from typing import Any, TypeGuard
 
 # What the fields of an APR file cannot say; they get keys of their own there.
 APR_EXTRA = (
@@ -388,10 +389,11 @@ def check_rope_scaling(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if kind == "default" else {"rope_type": kind, **{k: given[k] for k in need}}
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value, of JSON say, is a finite number."""
-    whole = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return whole and math.isfinite(value)
+    if isinstance(value, int):
+        return not isinstance(value, bool) and value.bit_length() < 1024
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _positive(name: str, value: Any) -> None:

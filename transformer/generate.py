@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from numbers import Integral
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..autograd import Tensor, no_grad, softmax
 from ..autograd.random import make_key, raw_words
+from .config import is_number
 from .decode import DecodeStep, can_decode
 from .llama import Transformer
 from .model import LanguageModel
@@ -34,18 +38,72 @@ class KVCache:
         return Tensor(keys[:, :stop]), Tensor(values[:, :stop])
 
 
-def generate(
-    model: LanguageModel,
-    ids: Any,
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    stop: Sequence[int | Sequence[int]] | None = None,
-    seed: int = 0,
-) -> Any:
+F = TypeVar("F", bound=Callable[..., Any])
+_MOST = 1e30  # logits divided or multiplied by it are still float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The keyword arguments of `generate` and `stream`; ValueError names the one that is wrong."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+    stop: Sequence[int | Sequence[int]] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        n, k, p = self.max_new_tokens, self.top_k, self.top_p
+        t, penalty = self.temperature, self.repetition_penalty
+        for name, good, need in (
+            ("max_new_tokens", _whole(n) and n >= 0, "a whole number, 0 or more"),
+            ("temperature", is_number(t) and 0 <= float(t) <= _MOST, f"a number from 0 to {_MOST}"),
+            ("top_k", k is None or (_whole(k) and k >= 1), "a whole number, 1 or more"),
+            ("top_p", p is None or (is_number(p) and 0 < p <= 1), "above 0 and at most 1"),
+            (
+                "repetition_penalty",
+                is_number(penalty) and 1 / _MOST <= float(penalty) <= _MOST,
+                f"a number from {1 / _MOST} to {_MOST}",
+            ),
+            ("stop", _is_stop(self.stop), "a list of ids and of runs of ids, none empty"),
+            ("seed", _whole(self.seed), "a whole number"),
+        ):
+            if not good:
+                raise ValueError(f"generate: {name} is {getattr(self, name)!r}; needed: {need}")
+        for name, kind in (("max_new_tokens", int), ("temperature", float), ("seed", int)):
+            object.__setattr__(self, name, kind(getattr(self, name)))  # NumPy's would wrap around
+
+    @property
+    def stops(self) -> list[list[int]]:
+        """What ends a sequence, each as a run of ids."""
+        return [[int(i) for i in np.ravel(s)] for s in (() if self.stop is None else self.stop)]
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_stop(stop: Any) -> bool:
+    if stop is None:
+        return True
+    kinds = (list, tuple, np.ndarray)
+    return isinstance(stop, kinds) and all(
+        _whole(s) or (isinstance(s, kinds) and len(s) > 0 and all(map(_whole, s))) for s in stop
+    )
+
+
+def _takes_options(function: F) -> F:
+    """The function, with the fields of `Options` in its signature."""
+    own = [p for p in signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    more = signature(Options).parameters.values()
+    vars(function)["__signature__"] = signature(function).replace(parameters=[*own, *more])
+    return function
+
+
+@_takes_options
+def generate(model: LanguageModel, ids: Any, **options: Any) -> Any:
     """The ids that follow each sequence of `ids`; a list of lists (or, for one list, a list).
 
     Sequences may differ in length; each gets what it would get alone. `temperature` 0 takes the
@@ -59,48 +117,33 @@ def generate(
     Raises ValueError for an option out of its range, a sequence without ids, an id outside the
     vocabulary, or more positions than the model has.
     """
-    rows, single = _rows(ids)
+    rows, single = _rows(ids, model.config.vocab_size)
     new: list[list[int]] = [[] for _ in rows]
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    options |= {"repetition_penalty": repetition_penalty, "stop": stop, "seed": seed}
-    for step in stream(model, rows, max_new_tokens=max_new_tokens, **options):
+    for step in stream(model, rows, **options):
         for row, token in zip(new, step, strict=True):
             if token is not None:
                 row.append(token)
     return new[0] if single else new
 
 
-def stream(
-    model: LanguageModel,
-    ids: Any,
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    stop: Sequence[int | Sequence[int]] | None = None,
-    seed: int = 0,
-) -> Iterator[list[int | None]]:
+@_takes_options
+def stream(model: LanguageModel, ids: Any, **options: Any) -> Iterator[list[int | None]]:
     """As `generate`, step by step: the next id of each sequence, None for those that have ended."""
-    rows, _ = _rows(ids)
-    _check_options(max_new_tokens, temperature, top_k, top_p, repetition_penalty)
-    stops = [[s] if isinstance(s, (int, np.integer)) else list(s) for s in stop or ()]
-    if not all(stops):
-        raise ValueError("generate: an entry of stop is empty; an id or a run of ids is needed")
+    chosen = Options(**options)
+    rows, _ = _rows(ids, model.config.vocab_size)
     limit, longest = model.config.max_position_embeddings, max(map(len, rows))
-    if longest + max_new_tokens > limit:
+    if longest + chosen.max_new_tokens > limit:
         raise ValueError(
-            f"generate: {longest} ids and {max_new_tokens} new ones need "
-            f"{longest + max_new_tokens} positions, the model has {limit}"
+            f"generate: {longest} ids and {chosen.max_new_tokens} new ones need "
+            f"{longest + chosen.max_new_tokens} positions, the model has {limit}"
         )
-    pick = _Picker(rows, temperature, top_k, top_p, repetition_penalty, seed)
-    return _steps(model, rows, max_new_tokens, pick, stops)
+    return _steps(model, rows, chosen)
 
 
 def _steps(
-    model: LanguageModel, rows: list[list[int]], n: int, pick: _Picker, stops: list[list[int]]
+    model: LanguageModel, rows: list[list[int]], options: Options
 ) -> Iterator[list[int | None]]:
+    n, pick, stops = options.max_new_tokens, _Picker(rows, options), options.stops
     B, T = len(rows), max(map(len, rows))
     cache = KVCache(model, B, T + n)
     # Shorter sequences start later: what is before them is padding, a segment of its own.
@@ -148,18 +191,10 @@ def _last_logits(
 class _Picker:
     """Chooses the next id of each sequence and remembers it."""
 
-    def __init__(
-        self,
-        rows: list[list[int]],
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        penalty: float,
-        seed: int,
-    ):
-        self.rows, self.seed = rows, seed
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self.penalty = np.float32(penalty)
+    def __init__(self, rows: list[list[int]], options: Options):
+        self.rows, self.options = rows, options
+        self.temperature = np.float32(options.temperature)
+        self.penalty = np.float32(options.repetition_penalty)
         self.new: list[list[int]] = [[] for _ in rows]
         # A sequence is known by its ids, and by how many equal ones are before it, so that it
         # draws the same alone and in a batch.
@@ -180,48 +215,45 @@ class _Picker:
 
     def _draw(self, b: int, logits: np.ndarray) -> int:
         """Softmax by the engine's own exp, sums in one order: the same draw on every machine."""
+        top_k, top_p = self.options.top_k, self.options.top_p
         # Differences to the largest: a tiny temperature makes them -inf, never NaN.
-        logits = (logits - logits.max()) / np.float32(self.temperature)
-        if self.top_k is not None and self.top_k < len(logits):
-            kth = np.partition(logits, -self.top_k)[-self.top_k]
+        logits = (logits - logits.max()) / self.temperature
+        if top_k is not None and top_k < len(logits):
+            kth = np.partition(logits, -top_k)[-top_k]
             above, equal = np.flatnonzero(logits > kth), np.flatnonzero(logits == kth)
-            kept = np.sort(np.concatenate([above, equal[: self.top_k - len(above)]]))
+            kept = np.sort(np.concatenate([above, equal[: top_k - len(above)]]))
         else:
             kept = np.arange(len(logits))
         p = softmax(logits[kept]).data.astype(np.float64)
-        if self.top_p is not None and self.top_p < 1:
+        if top_p is not None and top_p < 1:
             order = np.argsort(-p, kind="stable")
             before = np.add.accumulate(p[order]) - p[order]
-            inside = order[before < self.top_p]
+            inside = order[before < top_p]
             kept, p = kept[inside], p[inside]
         total = np.add.accumulate(p)
-        key = make_key("sample", self.seed, *self.names[b], len(self.rows[b]) + len(self.new[b]))
+        key = make_key(
+            "sample", self.options.seed, *self.names[b], len(self.rows[b]) + len(self.new[b])
+        )
         u = int(raw_words(key, 1)[0] >> np.uint64(11)) * 2.0**-53
         return int(kept[min(np.searchsorted(total, u * total[-1], side="right"), len(p) - 1)])
 
 
-def _rows(ids: Any) -> tuple[list[list[int]], bool]:
+def _rows(ids: Any, vocab_size: int) -> tuple[list[list[int]], bool]:
     """The sequences as lists, and whether it was one alone."""
+    kinds = (list, tuple, np.ndarray)
+    if not isinstance(ids, kinds):
+        raise TypeError(f"generate: ids is a {type(ids).__name__}; a list of lists is needed")
     ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-    single = bool(ids) and not isinstance(ids[0], (list, tuple, np.ndarray))
+    single = bool(ids) and not isinstance(ids[0], kinds)
     rows = [ids] if single else ids
     if not rows or not all(len(row) for row in rows):
         raise ValueError("generate: at least one sequence, and an id in each, is needed")
     for row in rows:
-        if not all(isinstance(i, (int, np.integer)) for i in row):
-            raise TypeError(f"generate: ids are integers, given {row!r}")
+        for i in row:
+            if not _whole(i):
+                raise TypeError(f"generate: ids are whole numbers, given {i!r}")
+            if not 0 <= i < vocab_size:
+                raise ValueError(
+                    f"generate: id {i} is outside the vocabulary, 0 .. {vocab_size - 1}"
+                )
     return [[int(i) for i in row] for row in rows], single
-
-
-def _check_options(
-    n: int, temperature: float, top_k: int | None, top_p: float | None, penalty: float
-) -> None:
-    for name, value, good, need in (
-        ("max_new_tokens", n, n >= 0, "0 or more"),
-        ("temperature", temperature, temperature >= 0, "0 or more"),
-        ("top_k", top_k, top_k is None or top_k >= 1, "1 or more"),
-        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
-        ("repetition_penalty", penalty, penalty > 0, "above 0"),
-    ):
-        if not good:
-            raise ValueError(f"generate: {name} is {value}; needed: {need}")
