@@ -14,14 +14,12 @@ import numpy as np
 
 from ..autograd import Tensor
 from ..autograd.backend import array_module
+from ..transformer.config import is_number
+from ..transformer.files import atomic_file, json_object
+from ..transformer.hf import check_finite
 from ..transformer.model import LanguageModel
 from ..transformer.module import check_names, check_shapes
-from ..transformer.safetensors_io import (
-    TensorFile,
-    atomic_file,
-    refuse_lfs_pointer,
-    write_safetensors,
-)
+from ..transformer.safetensors_io import TensorFile, write_safetensors
 from .apply import apply_lora, lora_config, lora_modules, saved_modules
 from .config import LoRAConfig
 from .linear import Base, LoRALinear, base_shape
@@ -56,21 +54,25 @@ def load_adapter(model: LanguageModel, path: str | os.PathLike[str]) -> LoRAConf
     """Put the adapter of the file `path` (or of the folder) onto a plain model; returns its config.
 
     Names and shapes must be exactly those that the config means on this model: else a ValueError
-    names what is missing, unexpected or of another shape, and the model stays as it is.
+    names what is missing, unexpected, of another shape or not finite, and the model stays as it is.
     """
     path = Path(path)
     if path.is_dir():
         path = path / ADAPTER_FILE
-    config_path = path.with_name(ADAPTER_CONFIG)
-    text = config_path.read_text("utf-8")
-    config = _config_from(config_path, text)
     file = TensorFile(path)
-    if file.metadata.get("config", text) != text:
+    config_path = path.with_name(ADAPTER_CONFIG)
+    if not config_path.is_file():
+        raise FileNotFoundError(f"load_adapter: {path} needs {ADAPTER_CONFIG} beside it")
+    text = config_path.read_bytes()
+    config = _config_from(config_path, text)
+    if file.metadata.get("config", text.decode()) != text.decode():
         raise ValueError(f"{config_path} is not the config that {path.name} was saved with")
     wanted = _wanted_shapes(model, config)
     check_names(f"load_adapter {path}", wanted, file.entries)
     check_shapes(f"load_adapter {path}", wanted, {n: e.shape for n, e in file.entries.items()})
     arrays = {name: file.read(name, "F32") for name in wanted}
+    for name, a in arrays.items():
+        check_finite(name, a)
     apply_lora(model, config)
     fill_adapter(model, arrays)
     return config
@@ -115,28 +117,18 @@ def config_text(config: LoRAConfig) -> str:
     return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
-def _config_from(path: Path, text: str) -> LoRAConfig:
-    values = read_json(path, text)
+def _config_from(path: Path, text: bytes) -> LoRAConfig:
+    values = json_object(path, text)
     refuse_mlx(path, values)
     if "peft_type" in values:
         raise ValueError(f"{path} is a PEFT adapter; load it with load_adapter_peft")
     known = [f.name for f in fields(LoRAConfig)]
     if unknown := [name for name in values if name not in known]:
         raise ValueError(f"{path}: unknown fields {unknown}; known: {known}")
-    return LoRAConfig(**values)
-
-
-def read_json(path: Path, text: str | None = None) -> dict[str, Any]:
-    """The object in a JSON file; ValueError if there is none."""
     try:
-        text = path.read_text("utf-8") if text is None else text
-        refuse_lfs_pointer(path, text[:64].encode())
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: an object needed, given {type(values).__name__}")
-    return values
+        return LoRAConfig(**values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def refuse_mlx(path: Path, values: Mapping[str, Any]) -> None:
@@ -182,17 +174,26 @@ def layer_to_json(layer: LoRALinear) -> str:
 def layer_from_json(text: str, base: Base) -> LoRALinear:
     """The adapted layer that `layer_to_json` wrote, on the layer `base`, its scale as saved.
 
-    ValueError for another version, and for sizes that do not fit each other or the base.
+    ValueError for another version, for values of the wrong type, and for sizes that do not fit
+    each other or the base.
     """
     try:
         v = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"layer_from_json: not JSON ({error})") from None
+    if not isinstance(v, dict):
+        raise ValueError(f"layer_from_json: an object is needed, given a {type(v).__name__}")
     if v.get("version") != "1.0":
         raise ValueError(f"Unsupported adapter version: {v.get('version')}")
     names = ("rank", "alpha", "d_out", "d_in", "scale", "lora_a", "lora_b")
     if missing := [name for name in names if name not in v]:
         raise ValueError(f"layer_from_json: missing {missing}")
+    for name in names[:5]:
+        if not (is_number(v[name]) and v[name] > 0):
+            raise ValueError(f"layer_from_json: {name} is {v[name]!r}; needed: a number above 0")
+    for name in names[5:]:
+        if not isinstance(v[name], list) or not all(map(is_number, v[name])):
+            raise ValueError(f"layer_from_json: {name} must be a list of finite numbers")
     R, O, I = v["rank"], v["d_out"], v["d_in"]  # noqa: E741
     if base_shape(base) != (O, I):
         raise ValueError(f"layer_from_json: the base is {base_shape(base)}, the adapter {(O, I)}")

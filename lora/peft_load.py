@@ -12,6 +12,7 @@ from typing import Any
 
 from ..autograd import Tensor
 from ..autograd.backend import array_module
+from ..transformer.files import read_json
 from ..transformer.hf import check_finite
 from ..transformer.layers import Linear
 from ..transformer.model import LanguageModel
@@ -20,7 +21,7 @@ from ..transformer.safetensors_io import TensorFile
 from .apply import apply_lora, lora_modules, saved_modules, untie_head
 from .config import LoRAConfig
 from .linear import base_shape
-from .native import read_json, refuse_mlx
+from .native import refuse_mlx
 from .peft import CONFIG, PREFIX, WEIGHTS, flipped, listed, peft_name
 from .targets import linear_at, resolve_targets
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from ..transformer.files import atomic_file
 from ..transformer.model import LanguageModel
-from ..transformer.safetensors_io import atomic_file
 from .apply import lora_modules
 from .linear import base_shape
 from .native import write_text

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -22,13 +23,10 @@ from afinar.transformer import (
     load_pretrained,
     save_pretrained,
 )
+from afinar.transformer.files import atomic_file
 from afinar.transformer.hf_config import config_from_hf
-from afinar.transformer.safetensors_io import (
-    TensorFile,
-    atomic_file,
-    convert,
-    write_safetensors,
-)
+from afinar.transformer.safetensors_io import TensorFile, convert, write_safetensors
+from afinar.transformer.shards import shard_limit
 
 TINY = TransformerConfig.tiny()
 SMALL = dataclasses.replace(TINY, vocab_size=50, intermediate_size=32)
@@ -263,19 +261,102 @@ def test_shards(folder):
 
 def test_a_wrong_index_is_named(folder):
     index, where = shard(folder)
+    (folder / "folder").mkdir()
     for change, message in (
         ({NAME: "model-9.safetensors"}, f"{NAME} should be in model-9.safetensors, which does not"),
         ({"x": where[NAME]}, f"x should be in {where[NAME]}, which does not have it"),
         ({NAME: None}, f"{where[NAME]} has {NAME}, which the index does not list"),
-        ({NAME: "../model.safetensors"}, "should be in ../model.safetensors"),
+        *(
+            ({NAME: path}, f"{NAME} should be in {re.escape(repr(path))}, which is no file's name")
+            for path in ("../model-0.safetensors", str(index), "a/b", "..", ".", "./x", 3, ["x"])
+        ),
+        ({NAME: "folder"}, f"{NAME} should be in folder, which does not exist"),
     ):
         changed = {k: v for k, v in (where | change).items() if v}
         index.write_text(json.dumps({"weight_map": changed}))
         with pytest.raises(ValueError, match=f"index.json: .*{message}"):
             load_pretrained(folder)
-    index.write_text("{}")
-    with pytest.raises(ValueError, match="not an index"):
+    first = json.dumps({"x": where[NAME]})[1:-1]
+    for text, message in (
+        ("{}", "not an index"),
+        ('{"weight_map": []}', "not an index"),
+        ("[]", "an object is needed"),
+        ('{"weight_map": {' + f"{first}, {first}" + "}}", "'x' stands twice"),
+        ("version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+        ("[" * 100_000, "not JSON"),
+        ("\ud800", "not JSON"),
+    ):
+        index.write_bytes(text.encode(errors="surrogatepass"))
+        with pytest.raises(ValueError, match=f"index.json.*{message}"):
+            load_pretrained(folder)
+
+
+def test_shards_without_an_index_are_not_loaded(folder):
+    save_pretrained(load_pretrained(folder), folder, max_shard_size=9000)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has the shard model-00001-of-\d+.safetensors"):
         load_pretrained(folder)
+
+
+def test_saving_in_shards(folder):
+    model = load_pretrained(folder)
+    save_pretrained(model, folder, max_shard_size=9000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    n = len(files)
+    assert n > 2
+    assert files == [f"model-{k:05}-of-{n:05}.safetensors" for k in range(1, n + 1)]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "config.json",
+        *files,
+        "model.safetensors.index.json",
+    ]
+    parts = {file: safetensors.numpy.load_file(folder / file) for file in files}
+    assert {k: f for f, part in parts.items() for k in part} == index["weight_map"]
+    sizes = {f: sum(a.nbytes for a in part.values()) for f, part in parts.items()}
+    assert all(sizes[f] <= 9000 or len(parts[f]) == 1 for f in files)
+    assert index["metadata"]["total_size"] == sum(sizes.values()) == 4 * model.num_parameters
+    same(model, load_pretrained(folder))
+
+    # Other shards, one file, and shards again take the place of what was there.
+    save_pretrained(model, folder, max_shard_size="20 KB", dtype="bfloat16")
+    total = json.loads((folder / "model.safetensors.index.json").read_text())["metadata"]
+    assert total["total_size"] == 2 * model.num_parameters
+    load_pretrained(folder)
+    for limit in (None, 10**9, "5GB"):
+        save_pretrained(model, folder, max_shard_size=limit)
+        assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+        same(model, load_pretrained(folder))
+
+
+def test_a_save_that_fails_leaves_the_old_weights(folder, monkeypatch):
+    from afinar.transformer import shards
+
+    model = load_pretrained(folder)
+    old = model.state_dict()[NAME].copy()
+    model.model.norm.weight.data[...] += 1
+    written = []
+
+    def failing(path, *rest):
+        written.append(path)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        return write_safetensors(path, *rest)
+
+    monkeypatch.setattr(shards, "write_safetensors", failing)
+    with pytest.raises(OSError, match="No space left"):
+        save_pretrained(model, folder, max_shard_size=9000)
+    again = load_pretrained(folder)
+    np.testing.assert_array_equal(again.state_dict()[NAME], old)
+    np.testing.assert_array_equal(again.model.norm.weight.data, model.model.norm.weight.data - 1)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "5", "5 TB", "GB", "1.5GB", ""])
+def test_wrong_shard_sizes_are_named(size, tmp_path):
+    with pytest.raises(ValueError, match="max_shard_size is"):
+        save_pretrained(Transformer(SMALL), tmp_path / "new", max_shard_size=size)
+    assert not (tmp_path / "new").exists()
+    assert shard_limit("2MiB") == 2 * 1024**2
 
 
 def test_numbered_steps_and_loose_files(folder):
@@ -327,6 +408,56 @@ def test_tensors_of_other_types_are_refused(folder):
 
 
 @pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"a": {"dtype": "F32", "shape": [1, 8], "data_offsets": [0, 32]}, "b": 3}, "not a safe"),
+        ({"a": {"dtype": "F32", "shape": [-1, -8], "data_offsets": [0, 32]}}, "not whole numbers"),
+        ({"a": {"dtype": "F32", "shape": [1, 8], "data_offsets": [0.0, 32]}}, "not whole numbers"),
+        ({"a": {"dtype": "F32", "shape": [True, 8], "data_offsets": [0, 32]}}, "not whole number"),
+        ({"a": {"dtype": "F32", "shape": [8], "data_offsets": [32, 64]}}, "overlap or leave holes"),
+        ({"a": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]},
+          "b": {"dtype": "F32", "shape": [4], "data_offsets": [16, 32]}}, "overlap"),
+        ({"a": {"dtype": "I8", "shape": [8], "data_offsets": [32, 0]}}, "overlap"),
+        ({"a": {"dtype": "F32", "shape": [8]}}, "data_offsets"),
+        ({"__metadata__": 3}, "not a safetensors file"),
+        ("[1, 2]", "an object is needed"),
+        ('{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, '
+         '"a": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}}', "'a' stands twice"),
+        ("[" * 100_000, "not a safetensors file"),
+    ],
+)  # fmt: skip
+def test_headers_that_lie(folder, header, message):
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    raw = struct.pack("<Q", len(text)) + text + bytes(32)
+    (folder / "model.safetensors").write_bytes(raw)
+    with pytest.raises(ValueError, match=f"model.safetensors: .*{message}"):
+        load_pretrained(folder)
+
+
+def test_what_is_no_file(folder):
+    path = folder / "model.safetensors"
+    path.rename(folder / "blob")
+    path.symlink_to("blob")  # as in the cache of the hub
+    load_pretrained(folder)
+    (folder / "blob").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors: no such file"):
+        load_pretrained(folder)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors: no such file"):
+        load_pretrained(folder)
+
+
+def test_a_file_that_cannot_be_read_is_named(folder):
+    path = folder / "model.safetensors"
+    path.chmod(0)
+    if os.access(path, os.R_OK):
+        pytest.skip("the system lets this user read everything")
+    with pytest.raises(PermissionError, match=r"model\.safetensors"):
+        load_pretrained(folder)
+
+
+@pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda raw: raw[:-10], "is cut off"),
@@ -355,6 +486,8 @@ def test_folders_that_are_none(tmp_path):
         ("{", "not JSON"),
         ("[]", "an object is needed"),
         ("version https://git-lfs.github.com", "Git LFS pointer"),
+        ("[" * 100_000, "not JSON"),
+        ('{"model_type": "llama", "model_type": "gpt2"}', "'model_type' stands twice"),
         ("{}", "model_type None is not supported"),
     ):
         (tmp_path / "config.json").write_text(text)

@@ -119,6 +119,60 @@ def test_a_template_may_refuse(folder):
 # --- documents ---
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 + 'a' }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[99].role }}",
+        "{{ ().__class__.__base__.__subclasses__() }}",
+        "{% for %}",
+        "{{ nothing.of.this }}",
+        "{{ raise_exception('no system') }}",
+    ],
+)
+def test_a_template_that_fails_is_one_sentence(folder, template):
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=f"the chat template of {folder} refused"):
+        load_tokenizer(folder).chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_pointers_of_git_lfs_in_the_place_of_a_tokenizer(folder, name):
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(ValueError, match=rf"{folder / name} is a Git LFS pointer"):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_of_another_kind_is_not_taken_for_bytes(tmp_path):
+    assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
+    for name in ("vocab.json", "merges.txt", "tokenizer.model", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(ValueError, match=rf"{tmp_path} has {name} but no tokenizer.json"):
+            load_tokenizer(tmp_path)
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json cannot be read"),
+        ("tokenizer.json", "", "tokenizer.json cannot be read"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: not JSON"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json: an object is needed"),
+        ("tokenizer_config.json", '{"bos_token": 3}', "bos_token is 3"),
+        ("tokenizer_config.json", '{"eos_token": {"content": []}}', "eos_token is"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is a int"),
+        ("special_tokens_map.json", "3", "special_tokens_map.json: an object is needed"),
+    ],
+)
+def test_damaged_tokenizer_files_are_named(folder, name, text, says):
+    (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=says) as error:
+        load_tokenizer(folder)
+    assert str(folder) in str(error.value)
+
+
 def test_a_completion_is_trained_with_its_end_and_its_prompt_is_not(tmp_path):
     tokenizer = ByteTokenizer()
     path = lines(tmp_path / "d.jsonl", {"prompt": "1+1=", "completion": "2"})

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import weakref
 
 import numpy as np
@@ -890,7 +891,7 @@ def test_the_config_of_another_adapter_is_noticed(tmp_path):
         ('{"fine_tune_type": "lora", "lora_parameters": {"rank": 8}}', "mlx-lm"),
         ('{"peft_type": "LORA", "r": 8}', "load_adapter_peft"),
         ('{"r": 8, "colour": "red"}', "unknown fields"),
-        ("[]", "an object needed"),
+        ("[]", "an object is needed"),
         ("{", "not JSON"),
     ],
 )
@@ -1009,3 +1010,51 @@ def test_a_tied_head_that_was_adapted_is_not_thrown_away(save, tmp_path):
     state = merged_state_dict(model)
     with pytest.raises(ValueError, match="one tensor of this model"):
         save(model, tmp_path / "model.apr", state=state)
+
+
+def test_factors_that_are_not_finite_are_named(tmp_path):
+    model = decoder()
+    apply_lora(model, LoRAConfig(r=2, alpha=4, targets=("q", "v")))
+    lora_modules(model)[1][1].b[0].data[3, 1] = np.nan
+    save_adapter(model, tmp_path / "adapter.safetensors")
+    plain = decoder()
+    with pytest.raises(ValueError, match=r"'blocks\.1\.attn\.qkv\.lora_B\.0' at index 7"):
+        load_adapter(plain, tmp_path)
+    assert not lora_modules(plain)
+    assert all(p.requires_grad for p in plain.parameters())
+
+
+def test_files_that_are_missing_are_one_sentence(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"adapter.safetensors: no such file"):
+        load_adapter(decoder(), tmp_path / "adapter.safetensors")
+    model = decoder()
+    apply_lora(model, LoRAConfig(r=2, alpha=4, targets=("q", "v")))
+    save_adapter(model, tmp_path / "adapter.safetensors")
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"needs adapter_config\.json beside it"):
+        load_adapter(decoder(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("[]", "an object is needed, given a list"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ({"version": "2.0"}, "Unsupported adapter version: 2.0"),
+        ({"rank": None}, "rank is None"),
+        ({"rank": 0}, "rank is 0"),
+        ({"d_in": "6"}, "d_in is '6'"),
+        ({"alpha": -1}, "alpha is -1"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"lora_a": "text"}, "lora_a must be a list of finite numbers"),
+        ({"lora_b": [None] * 8}, "lora_b must be a list of finite numbers"),
+        ({"lora_b": [float("nan")] * 8}, "lora_b must be a list of finite numbers"),
+    ],
+)
+def test_wrong_json_of_a_layer_is_one_sentence(change, message):
+    base = linear_layer(4, 6)
+    text = layer_to_json(LoRALinear(base, 2, 4))
+    text = change if isinstance(change, str) else json.dumps(json.loads(text) | change)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        layer_from_json(text, base)

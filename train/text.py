@@ -13,6 +13,8 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..transformer import files
+
 # What makes a folder's tokenizer; copied along with a model, hashed in this order.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -86,17 +88,19 @@ class FileTokenizer:
     """The tokenizer of a model folder, by the `tokenizers` library."""
 
     def __init__(self, folder: Path):
+        path = folder / "tokenizer.json"
+        with path.open("rb") as file:
+            files.refuse_lfs_pointer(path, file.read(64))
         try:
             from tokenizers import Tokenizer as Library
         except ImportError:
             raise ValueError(
-                f"{folder / 'tokenizer.json'} needs the tokenizers library: "
-                "pip install 'afinar[cli]'"
+                f"{path} needs the tokenizers library: pip install 'afinar[cli]'"
             ) from None
         try:
-            self._library = Library.from_file(str(folder / "tokenizer.json"))
+            self._library = Library.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from None
+            raise ValueError(f"{path} cannot be read: {error}") from None
         self._library.no_truncation()
         self._library.no_padding()
         self.folder = folder
@@ -104,7 +108,7 @@ class FileTokenizer:
 
         settings = read_json(folder / "tokenizer_config.json")
         names = read_json(folder / "special_tokens_map.json") | settings
-        tokens = {k: _content(names.get(k)) for k in ("bos_token", "eos_token")}
+        tokens = {k: _content(folder, k, names.get(k)) for k in ("bos_token", "eos_token")}
         self._names = {k: token for k, token in tokens.items() if token is not None}
         self.eos = self._id("eos_token")
         # A document starts with BOS iff the tokenizer's own post-processing would start it so.
@@ -112,7 +116,7 @@ class FileTokenizer:
         starts = self._library.encode("a").ids[:1] == [bos]
         self.bos = bos if starts or settings.get("add_bos_token") is True else None
         self._template = _chat_template(folder, settings)
-        self.sha256 = _hash_files([folder / name for name in TOKENIZER_FILES])
+        self.sha256 = tokenizer_sha256(folder)
 
     def _id(self, name: str) -> int | None:
         return self._library.token_to_id(self._names[name]) if name in self._names else None
@@ -155,12 +159,31 @@ class FileTokenizer:
 
 
 def load_tokenizer(folder: str | Path | None) -> Tokenizer:
-    """The tokenizer of a model folder; byte-level where it has no `tokenizer.json`."""
-    if folder is not None and not Path(folder).is_dir():
-        raise ValueError(f"model: {folder} is not a folder")
-    if folder is None or not (Path(folder) / "tokenizer.json").is_file():
+    """The tokenizer of a model folder; byte-level where it has none.
+
+    ValueError for a folder whose tokenizer is of another kind than `tokenizer.json`.
+    """
+    if folder is None:
         return ByteTokenizer()
-    return FileTokenizer(Path(folder))
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"model: {folder} is not a folder")
+    if (folder / "tokenizer.json").exists():
+        return FileTokenizer(folder)
+    for name in TOKENIZER_FILES:
+        if (folder / name).exists():
+            raise ValueError(
+                f"{folder} has {name} but no tokenizer.json; transformers writes one: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+    return ByteTokenizer()
+
+
+def tokenizer_sha256(folder: str | Path | None) -> str:
+    """The `sha256` of the tokenizer that `load_tokenizer` gives, without loading it."""
+    if folder is None or not (Path(folder) / "tokenizer.json").is_file():
+        return ByteTokenizer.sha256
+    return _hash_files([Path(folder) / name for name in TOKENIZER_FILES])
 
 
 def one_bos(tokenizer: Tokenizer, ids: list[int], said: list[bool]) -> tuple[list[int], list[bool]]:
@@ -208,19 +231,14 @@ class Stream:
 
 def read_json(path: Path) -> dict:
     """The object in a JSON file; an empty one if there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
-    return value
+    return files.read_json(path) if path.is_file() else {}
 
 
-def _content(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
+def _content(folder: Path, name: str, token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{folder}: {name} is {token!r}; a string, or one as content, is needed")
+    return text
 
 
 def _hash_files(paths: list[Path]) -> str:
@@ -232,15 +250,26 @@ def _hash_files(paths: list[Path]) -> str:
     return sha.hexdigest()
 
 
+# What a template's own expressions raise, as Python's do.
+_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
 def _chat_template(folder: Path, settings: dict) -> Any:
     """The folder's chat template as a function of (messages, generate, names), or None."""
     source = settings.get("chat_template")
-    if (folder / "chat_template.jinja").is_file():
-        source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            source = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is not UTF-8 text") from None
     if isinstance(source, list):  # several named templates
-        source = {t["name"]: t["template"] for t in source}.get("default")
+        named = [t for t in source if isinstance(t, dict) and t.get("name") == "default"]
+        source = named[0].get("template") if named else None
     if source is None:
         return None
+    if not isinstance(source, str):
+        raise ValueError(f"{folder}: chat_template is a {type(source).__name__}, not a string")
 
     def render(messages: list[dict], generate: bool, names: dict) -> str:
         try:
@@ -276,7 +305,7 @@ def _chat_template(folder: Path, settings: dict) -> Any:
             return environment.from_string(source).render(
                 messages=messages, add_generation_prompt=generate, tools=None, **names
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, *_FAULTS) as error:
             raise ValueError(f"the chat template of {folder} refused: {error}") from None
 
     return render

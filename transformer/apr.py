@@ -23,10 +23,11 @@ import numpy as np
 
 from .apr_quantised import Q4, Q8, dequantised, quantised
 from .config import APR_EXTRA, TransformerConfig
+from .files import atomic_file, refuse_lfs_pointer
 from .hf import STORAGE, check_finite, place_parameters, without_tied_head
 from .llama import Transformer
 from .module import check_names, check_shapes
-from .safetensors_io import atomic_file, convert, dtype_name, refuse_lfs_pointer
+from .safetensors_io import convert, dtype_name
 
 MAGIC = b"APR\0"
 # magic, version, flags, tensors, metadata at, its size, index at, data at, CRC of the header

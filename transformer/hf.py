@@ -15,18 +15,12 @@ import numpy as np
 from ..autograd.buffers import ALIGN
 from .config import TransformerConfig
 from .decoder import PAD, Decoder
+from .files import atomic_file, read_json
 from .hf_config import Config, config_from_hf, config_to_hf
 from .llama import Transformer
 from .module import check_names, check_shapes
-from .safetensors_io import (
-    DTYPES,
-    TensorFolder,
-    atomic_file,
-    convert,
-    dtype_name,
-    refuse_lfs_pointer,
-    write_safetensors,
-)
+from .safetensors_io import DTYPES, convert, dtype_name
+from .shards import TensorFolder, shard_limit, write_weights
 
 STORAGE = {"float32": "F32", "bfloat16": "BF16"}
 # Buffers that some versions wrote beside the weights: causal masks and rotary frequencies.
@@ -110,15 +104,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is no checkpoint folder: it has no config.json")
-    text = path.read_bytes()
-    refuse_lfs_pointer(path, text)
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: an object is needed, found {type(config).__name__}")
-    return config
+    return read_json(path)
 
 
 def _own_names(files: TensorFolder, config: Config) -> dict[str, str]:
@@ -170,16 +156,19 @@ def save_pretrained(
     *,
     state: Mapping[str, Any] | None = None,
     dtype: str | None = None,
+    max_shard_size: int | str | None = None,
 ) -> None:
     """Write a checkpoint folder that `load_pretrained` and transformers open.
 
     `state` holds other arrays than the model's own, under its names (merged adapters); `dtype` is
-    "float32" or "bfloat16", by default the smallest that keeps every value. Each file appears
-    when it is whole. Raises ValueError for a model that no architecture of transformers equals,
-    and for one that carries adapters when no `state` without them is given.
+    "float32" or "bfloat16", by default the smallest that keeps every value. Weights of more than
+    `max_shard_size` bytes (or such as "5GB") are cut into shards with an index. Each file appears
+    when it is whole, the index last. Raises ValueError for a model that no architecture of
+    transformers equals, and for one that carries adapters when no `state` without them is given.
     """
     if dtype is not None and dtype not in STORAGE:
         raise ValueError(f'save_pretrained: dtype is "float32" or "bfloat16", not {dtype!r}')
+    limit = None if max_shard_size is None else shard_limit(max_shard_size)
     state = model.state_dict() if state is None else state
     plain = {name: p.shape for name, p in new_model(model.config).named_parameters()}
     table = "tokens.weight" if isinstance(model, Decoder) else "model.embed_tokens.weight"
@@ -202,12 +191,7 @@ def save_pretrained(
         config["pad_token_id"] = PAD
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_safetensors(
-        folder / "model.safetensors",
-        tensors,
-        {"format": "pt"},
-        STORAGE[dtype],
-    )
+    write_weights(folder, tensors, STORAGE[dtype], limit)
     with atomic_file(folder / "config.json") as f:
         f.write((json.dumps(config, indent=2) + "\n").encode())
 

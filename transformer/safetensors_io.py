@@ -8,17 +8,18 @@ non-contiguous arrays wrongly, and holds a file in memory as a whole.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
+
+from .files import atomic_file, json_object, refuse_lfs_pointer
 
 # bfloat16 is held as its bits. Sorted as the library sorts: wider types first.
 DTYPES = {"F64": np.float64, "F32": np.float32, "BF16": np.uint16, "F16": np.float16}
@@ -46,6 +47,8 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
+        if not self.path.is_file():
+            raise FileNotFoundError(f"{self.path}: no such file")
         size = self.path.stat().st_size
         with open(self.path, "rb") as f:
             refuse_lfs_pointer(self.path, f.read(64))
@@ -59,10 +62,10 @@ class TensorFile:
                     f"the file has {size}"
                 )
             try:
-                header = json.loads(f.read(length))
-                self.metadata: dict[str, str] = header.pop("__metadata__", {})
+                header = json_object(self.path, f.read(length))
+                self.metadata: dict[str, str] = dict(header.pop("__metadata__", {}))
                 self.entries = {name: _entry(e, 8 + length) for name, e in header.items()}
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"{self.path}: not a safetensors file ({error})") from None
         end = 8 + length
         for e in sorted(self.entries.values(), key=lambda e: (e.start, e.nbytes)):
@@ -101,7 +104,9 @@ class TensorFile:
 def _entry(e: Any, base: int) -> Entry:
     (start, stop), shape = e["data_offsets"], tuple(e["shape"])
     known = DTYPES.get(e["dtype"])
-    if start < 0 or (known and stop - start != math.prod(shape) * np.dtype(known).itemsize):
+    if not all(type(n) is int and n >= 0 for n in (start, stop, *shape)):
+        raise ValueError(f"shape {shape} and offsets {start}, {stop} are not whole numbers >= 0")
+    if known and stop - start != math.prod(shape) * np.dtype(known).itemsize:
         raise ValueError(f"shape {shape} and offsets {start}, {stop} do not fit")
     return Entry(e["dtype"], shape, base + start, stop - start)
 
@@ -169,110 +174,3 @@ def write_safetensors(
             a = tensors[name] if isinstance(tensors[name], np.ndarray) else tensors[name].get()
             a = convert(a, dtype_name(a), types[name])
             f.write(np.ascontiguousarray(a).data)
-
-
-@contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write that takes the name `path` at the end, or never if something fails."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)  # the new name is on the disk too
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def refuse_lfs_pointer(path: Path, start: bytes) -> None:
-    """Raise ValueError if a file that starts so is what Git LFS leaves in the place of another."""
-    if start.startswith(b"version https://git-lfs"):
-        raise ValueError(
-            f"{path} is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
-        )
-
-
-# --- folders -------------------------------------------------------------------------------
-
-
-class TensorFolder:
-    """The tensors of a checkpoint folder, in one file or in shards that an index lists."""
-
-    def __init__(self, folder: str | os.PathLike[str]):
-        self.folder = Path(folder)
-        self.files: dict[str, TensorFile] = {}
-        for file, names in self._parts():
-            for name in names:
-                if name in self.files:
-                    other = self.files[name].path.name
-                    raise ValueError(f"{self.folder}: {name} is in {other} and in {file.path.name}")
-                self.files[name] = file
-
-    def _parts(self) -> Iterator[tuple[TensorFile, list[str]]]:
-        single, index = self.folder / "model.safetensors", self.folder / INDEX
-        if single.exists():
-            paths = [single]
-        elif index.exists():
-            yield from _indexed(index)
-            return
-        else:
-            paths = _steps(self.folder)[-1:] or sorted(self.folder.glob("*.safetensors"))
-        if not paths:
-            raise FileNotFoundError(f"No SafeTensors files found in {self.folder}")
-        for path in paths:
-            file = TensorFile(path)
-            yield file, list(file.entries)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
-        return self.files[name].entries[name].shape
-
-    def dtype(self, name: str) -> str:
-        """How a tensor is stored: "F32", "BF16", ..."""
-        return self.files[name].entries[name].dtype
-
-    def read(self, name: str, dtype: str | None = None, out: Any = None) -> np.ndarray:
-        """As `TensorFile.read`."""
-        return self.files[name].read(name, dtype, out)
-
-
-INDEX = "model.safetensors.index.json"
-
-
-def _indexed(index: Path) -> Iterator[tuple[TensorFile, list[str]]]:
-    try:
-        refuse_lfs_pointer(index, index.read_bytes()[:64])
-        weight_map = dict(json.loads(index.read_text("utf-8"))["weight_map"])
-        if not all(isinstance(shard, str) for shard in weight_map.values()):
-            raise ValueError("file names are needed")
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{index}: not an index of safetensors files ({error})") from None
-    for shard in sorted(set(weight_map.values())):
-        path = index.parent / shard
-        names = [name for name, at in weight_map.items() if at == shard]
-        if path.parent != index.parent or not path.exists():
-            raise ValueError(f"{index}: {names[0]} should be in {shard}, which does not exist")
-        file = TensorFile(path)
-        for name in names:
-            if name not in file.entries:
-                raise ValueError(f"{index}: {name} should be in {shard}, which does not have it")
-        for name in file.entries:
-            if name not in weight_map:
-                raise ValueError(f"{index}: {shard} has {name}, which the index does not list")
-        yield file, names
-
-
-def _steps(folder: Path) -> list[Path]:
-    """model-step-N.safetensors, by N."""
-    numbered = [
-        (p.stem.removeprefix("model-step-"), p) for p in folder.glob("model-step-*.safetensors")
-    ]
-    return [p for _, p in sorted((int(n), p) for n, p in numbered if n.isdigit())]
