@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..autograd import set_num_threads
-from ..lora import load_adapter_peft, lora_modules, merge_lora
-from ..lora.native import read_json, refuse_mlx
+from ..lora import load_adapter, load_adapter_peft, lora_modules, merge_lora
+from ..lora.native import ADAPTER_FILE, refuse_mlx
 from ..optim import weights_sha256
 from ..optim.optimizer import little_endian
 from ..transformer import Transformer, TransformerConfig, load_pretrained
+from ..transformer.files import read_json
 from .config import TransformerTrainConfig
 from .data import STDLIB, Data, load_data
 from .evaluate import evaluate
@@ -183,7 +184,8 @@ def open_model(
                 f"adapter: {adapter} is what --model {folder} carries already; name its base there"
             )
         _merge(model)
-        load_adapter_peft(model, adapter)
+        native = (Path(adapter) / ADAPTER_FILE).is_file() or Path(adapter).is_file()
+        (load_adapter if native else load_adapter_peft)(model, adapter)
     return model
 
 
