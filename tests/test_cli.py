@@ -73,7 +73,7 @@ def without_machine(rows):
 
 
 def test_a_run_folder_holds_what_it_should(run):
-    names = {p.name for p in run.iterdir()}
+    names = {p.name for p in run.iterdir()} - {".lock"}
     assert names == {
         "run.toml",
         "metrics.jsonl",
@@ -219,7 +219,7 @@ def test_a_folder_that_cannot_be_written(text, capsys):
 def test_a_second_writer_is_refused(run, capsys):
     with RunFolder.open(run).locked():
         message = error(capsys, "train", "--resume", run)
-    assert "is being written by another process" in message
+    assert "is being written by another trainer" in message
 
 
 def test_other_flags_and_errors_of_argparse(capsys):

@@ -309,6 +309,54 @@ def kill_and_resume(folder, steps, kills, seed):
             last_seen = 0
 
 
+def in_a_child_that_kills_itself(action):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as above
+        child = os.fork()
+    if child == 0:
+        try:
+            action()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_kill_while_a_snapshot_is_replaced_loses_no_step(tmp_path, monkeypatch, renames, earlier):
+    """The same step is saved twice; the kill comes before, between or after its two renames."""
+    trainer = make(accumulation_steps=1)
+    if earlier:
+        save_snapshot(tmp_path, trainer)
+    trainer.train_batch(batch(0))
+    target = save_snapshot(tmp_path, trainer, {"n": 1})
+    expected = digests(trainer)
+    rename, done = type(target).rename, []
+
+    def counted(path, to):
+        if len(done) == renames:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done.append(path)
+        return rename(path, to)
+
+    def killed():
+        monkeypatch.setattr(type(target), "rename", counted)
+        save_snapshot(tmp_path, trainer, {"n": 2})
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    in_a_child_that_kills_itself(killed)
+    assert target.exists() == (renames != 1)
+    again = make(accumulation_steps=1)
+    snapshot = load_snapshot(tmp_path, again)
+    assert digests(again) == expected
+    assert snapshot.more == {"n": 2 if renames == 2 else 1}
+    assert snapshot.notes == []
+    again.train_batch(batch(1))
+    save_snapshot(tmp_path, again)
+    assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp")] == []
+
+
 @pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_kills_lose_nothing(tmp_path, kills):
     folder = tmp_path / "snapshots"

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from afinar.autograd import get_num_threads, set_num_threads
 from afinar.optim import StepDecay, weights_sha256
 from afinar.train import (
     Action,
@@ -30,6 +31,15 @@ from afinar.train import (
 from afinar.transformer import TransformerConfig
 
 V = 40
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _threads():
+    """One thread where threads are not the matter: toy kernels would only wait for each other."""
+    before = get_num_threads()
+    set_num_threads(1)
+    yield
+    set_num_threads(before)
 
 
 def trainer(**changes):
@@ -242,6 +252,141 @@ def test_a_resumed_fit_ends_with_the_bits_of_the_straight_one(tmp_path, stop):
     assert weights_sha256(resumed.model) == weights_sha256(straight.model)
     assert resumed.optimizer_state_sha256() == straight.optimizer_state_sha256()
     assert resumed.metrics == straight.metrics
+
+
+# --- what callbacks remember ---
+
+
+class StopAt(Callback):
+    """Interrupts at the n-th call of a hook, as Ctrl-C does."""
+
+    def __init__(self, hook, n):
+        self.left = n
+        setattr(self, hook, self._hook)
+
+    def _hook(self, context):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def overshooting(tmp_path, name):
+    """A trainer that soon gets worse, with its snapshots."""
+    folder = tmp_path / name
+    return trainer(lr=0.3, max_grad_norm=None, checkpoint_dir=folder, save_interval=2)
+
+
+def stopping_early(it, more=(), monitor_validation=True, **changes):
+    early = EarlyStopping(2, restore_best=True, monitor_validation=monitor_validation)
+    callbacks = [early, *more]
+    return fit(it, BATCHES, epochs=20, valid=BATCHES[:2], callbacks=callbacks, **changes), early
+
+
+@pytest.mark.parametrize("monitor_validation", [True, False])
+def test_early_stopping_stops_a_resumed_run_where_it_stops_the_straight_one(
+    tmp_path, monitor_validation
+):
+    straight = overshooting(tmp_path, "straight")
+    expected, _ = stopping_early(straight, monitor_validation=monitor_validation)
+    assert expected.stopped
+    assert 3 <= expected.epochs < 15
+    stops = [("on_step_end", n) for n in (1, 4, 5, 7, straight.step - 6, straight.step)]
+    stops += [("on_validation", 2), ("on_epoch_end", 1), ("on_epoch_end", expected.epochs - 1)]
+    for hook, n in stops:
+        stopped, resumed = (overshooting(tmp_path, f"{hook}-{n}") for _ in range(2))
+        with pytest.raises(KeyboardInterrupt):
+            stopping_early(stopped, [StopAt(hook, n)], monitor_validation)
+        if list_snapshots(resumed.config.checkpoint_dir):
+            load_snapshot(resumed.config.checkpoint_dir, resumed)
+        result, _ = stopping_early(resumed, (), monitor_validation, resume=True)
+        assert result.stopped
+        assert resumed.step == straight.step
+        assert resumed.metrics == straight.metrics
+        assert result.losses == expected.losses[-len(result.losses) :]
+        assert weights_sha256(resumed.model) == weights_sha256(straight.model)
+        assert resumed.optimizer_state_sha256() == straight.optimizer_state_sha256()
+
+
+def test_a_run_that_was_stopped_early_stays_so(tmp_path):
+    straight, again = (overshooting(tmp_path, "one") for _ in range(2))
+    _, early = stopping_early(straight)
+    load_snapshot(tmp_path / "one", again)
+    result, other = stopping_early(again, resume=True)
+    assert (result.steps, result.stopped) == (0, True)
+    assert (other.best, other.counter) == (early.best, 2)
+    assert weights_sha256(again.model) == weights_sha256(straight.model)
+    # Another training with the same callback begins anew.
+    assert fit(trainer(), BATCHES, callbacks=[other]).steps == 5
+
+
+def test_a_training_stopped_in_mid_epoch_goes_on_there():
+    class Once(Callback):
+        def on_step_end(self, context):
+            return Action.STOP if context.global_step == 2 and not context.resumed else None
+
+    straight, stopped = trainer(), trainer()
+    fit(straight, BATCHES, epochs=2)
+    assert fit(stopped, BATCHES, epochs=2, callbacks=[Once()]).steps == 2
+    assert fit(stopped, BATCHES, epochs=2, callbacks=[Once()], resume=True).steps == 8
+    assert weights_sha256(stopped.model) == weights_sha256(straight.model)
+    assert stopped.metrics == straight.metrics
+
+
+def test_a_monitored_run_stays_stopped(tmp_path):
+    one, two = trainer(checkpoint_dir=tmp_path), trainer(checkpoint_dir=tmp_path)
+    fit(one, BATCHES, callbacks=[Monitor(max_loss=1.0)])
+    load_snapshot(tmp_path, two)
+    monitor = Monitor(max_loss=1.0)
+    assert fit(two, BATCHES, callbacks=[monitor], resume=True).steps == 0
+    assert monitor.reason.startswith("step 1: the loss")
+
+
+def test_another_schedule_than_the_runs_is_refused(tmp_path):
+    settings = {"checkpoint_dir": tmp_path, "max_steps": 3}
+    fit(trainer(**settings), BATCHES, callbacks=[LRSchedule(StepDecay(0.1, 2, 0.5))])
+
+    def resumed(*callbacks):
+        it = trainer(**settings)
+        load_snapshot(tmp_path, it)
+        return fit(it, BATCHES, callbacks=callbacks, resume=True)
+
+    assert resumed(LRSchedule(StepDecay(0.1, 2, 0.5))).steps == 0
+    with pytest.raises(ValueError, match=r"the rate of step 2 was 0.05, is 0.025"):
+        resumed(LRSchedule(StepDecay(0.1, 2, 0.25)))
+    with pytest.warns(RuntimeWarning, match="goes on without: LRSchedule"):
+        resumed()
+
+
+def test_two_of_a_kind_keep_their_states_apart(tmp_path):
+    def pair():
+        return EarlyStopping(5, monitor_validation=False), EarlyStopping(3)
+
+    one, two = trainer(checkpoint_dir=tmp_path), trainer(checkpoint_dir=tmp_path)
+    first, again = pair(), pair()
+    fit(one, BATCHES, valid=[batch(9)], callbacks=first)
+    load_snapshot(tmp_path, two)
+    fit(two, BATCHES, valid=[batch(9)], callbacks=again, resume=True)
+    assert [e.best for e in again] == [e.best for e in first]
+    assert again[0].best != again[1].best
+
+
+def test_two_trainers_do_not_write_into_one_folder(tmp_path):
+    refused = []
+
+    class Second(Callback):
+        def on_step_end(self, context):
+            with pytest.raises(ValueError, match="is being written by another trainer") as error:
+                fit(trainer(checkpoint_dir=tmp_path, seed=1), BATCHES)
+            refused.append(error)
+
+    it = trainer(checkpoint_dir=tmp_path)
+    fit(it, BATCHES[:2], callbacks=[Second()])
+    assert len(refused) == 2
+    assert [p.name for p in list_snapshots(tmp_path)] == ["step-00000002"]
+    fit(it, BATCHES[:2])  # the first one is done, and let go
+    with pytest.raises(ValueError, match="another trainer"):
+        fit(it, BATCHES[:2], callbacks=[SnapshotCallback(tmp_path)])
+    fit(it, BATCHES[:2])
 
 
 def test_an_exception_in_a_callback_still_ends_the_others(tmp_path):

@@ -7,10 +7,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from .lock import Lock
 
 log = logging.getLogger("afinar.train")
 
@@ -30,10 +33,16 @@ def ends_epoch(answer: Any) -> bool:
 
 @dataclass
 class CallbackContext:
-    """Where training is. `step` counts within the epoch, `global_step` from the start."""
+    """Where training is. `step` counts within the epoch, `global_step` from the start.
+
+    `resumed` says that training goes on where a trainer, or its snapshot, was; `ending_epoch` that
+    some callbacks may have acted on the end of the epoch and others not yet.
+    """
 
     trainer: Any
     max_epochs: int
+    resumed: bool = False
+    ending_epoch: bool = False
     epoch: int = 0
     step: int = 0
     steps_per_epoch: int | None = None
@@ -52,13 +61,23 @@ class CallbackContext:
 
 
 class Callback:
-    """Hooks that do nothing; a subclass overrides what it needs and may return an `Action`."""
+    """Hooks that do nothing; a subclass overrides what it needs and may return an `Action`.
+
+    What a resumed run needs of it goes through `state` and `load_state`.
+    """
+
+    def state(self) -> dict[str, Any]:
+        """What a snapshot keeps of this callback: JSON values, and arrays of floats."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; called before `on_train_begin`."""
 
     def on_train_begin(self, context: CallbackContext) -> Action | None:
         """Before the first step."""
 
     def on_train_end(self, context: CallbackContext) -> Action | None:
-        """After the last step, also when training was stopped."""
+        """After the last step, also when training was stopped; the last to begin ends first."""
 
     def on_epoch_begin(self, context: CallbackContext) -> Action | None:
         """Before an epoch."""
@@ -77,22 +96,62 @@ class Callback:
 
 
 class CallbackList:
-    """Several callbacks as one. All of them are called; the strongest answer counts."""
+    """Several callbacks as one. All of them are called; the strongest answer counts.
+
+    Snapshots are taken last, when the others have acted on what happened, and at the end of
+    training first, before one of them puts other weights in.
+    """
 
     def __init__(self, callbacks: Iterable[Callback]):
-        self.callbacks = list(callbacks)
+        self.callbacks = sorted(callbacks, key=lambda c: isinstance(c, SnapshotCallback))
 
     def fire(self, hook: str, context: CallbackContext) -> Action:
         """Call one hook of each."""
-        answers = {getattr(callback, hook)(context) for callback in self.callbacks}
+        step = -1 if hook == "on_train_end" else 1
+        answers = {getattr(callback, hook)(context) for callback in self.callbacks[::step]}
         return next((a for a in (Action.STOP, Action.SKIP_EPOCH) if a in answers), Action.CONTINUE)
+
+    def _named(self) -> Iterator[tuple[str, Callback]]:
+        """Each under its class's name; a second one of a class is NAME-2."""
+        seen: dict[str, int] = {}
+        for callback in self.callbacks:
+            name = type(callback).__name__
+            seen[name] = seen.get(name, 0) + 1
+            yield name if seen[name] == 1 else f"{name}-{seen[name]}", callback
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """The state of each callback that has one."""
+        states = {name: callback.state() for name, callback in self._named()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state(self, states: dict[str, dict[str, Any]]) -> None:
+        """Give each callback its state; a warning names those that nobody takes."""
+        left = dict(states)
+        for name, callback in self._named():
+            if name in left:
+                callback.load_state(left.pop(name))
+        if left:
+            warnings.warn(
+                f"the run had callbacks that it goes on without: {', '.join(left)}",
+                RuntimeWarning,
+                3,
+            )
+
+
+def whole(what: str, name: str, value: Any, least: int = 1) -> int:
+    """`value`, if it is a whole number of at least `least`; else ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(
+            f"{what}: {name} must be a whole number of at least {least}, given {value!r}"
+        )
+    return value
 
 
 class Progress(Callback):
     """A line every `every` steps, through `write` (by default the logger "afinar.train")."""
 
     def __init__(self, every: int = 10, write: Callable[[str], Any] = log.info):
-        self.every, self.write = every, write
+        self.every, self.write = whole("Progress", "every", every), write
 
     def on_step_end(self, context: CallbackContext) -> None:
         c = context
@@ -110,7 +169,8 @@ class EarlyStopping(Callback):
     """Stop when the loss of `patience` epochs in a row was not below the best by `min_delta`.
 
     With `monitor_validation` the validation loss counts, where there is one. With `restore_best`
-    the weights of the best epoch are put back at the end.
+    the trained weights of the best epoch are put back at the end. A resumed run goes on counting,
+    and ends at once if it had run out of patience.
     """
 
     def __init__(
@@ -120,15 +180,38 @@ class EarlyStopping(Callback):
         monitor_validation: bool = True,
         restore_best: bool = False,
     ):
-        if patience < 1 or not min_delta >= 0:
+        self.patience = whole("EarlyStopping", "patience", patience)
+        if not (isinstance(min_delta, int | float) and 0 <= min_delta < math.inf):
             raise ValueError(
-                f"EarlyStopping: patience of at least 1 and min_delta of at least 0 needed, "
-                f"given {patience} and {min_delta}"
+                f"EarlyStopping: min_delta must be a number of at least 0, given {min_delta!r}"
             )
-        self.patience, self.min_delta = patience, min_delta
+        self.min_delta = min_delta
         self.monitor_validation, self.restore_best = monitor_validation, restore_best
+        self._forget()
+
+    def _forget(self) -> None:
         self.best, self.counter = math.inf, 0
-        self._weights: dict[str, Any] | None = None
+        self._weights: dict[str, Any] = {}  # of the best epoch, by name
+
+    def state(self) -> dict[str, Any]:
+        weights = {f"weights.{name}": a for name, a in self._weights.items()}
+        return {"best": self.best, "counter": self.counter, **weights}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.best, self.counter = state["best"], state["counter"]
+        self._weights = {
+            name.removeprefix("weights."): a
+            for name, a in state.items()
+            if name.startswith("weights.")
+        }
+
+    def on_train_begin(self, context: CallbackContext) -> Action:
+        if not context.resumed:
+            self._forget()
+        return self._answer()
+
+    def _answer(self) -> Action:
+        return Action.STOP if self.counter >= self.patience else Action.CONTINUE
 
     def on_epoch_end(self, context: CallbackContext) -> Action:
         loss = context.loss
@@ -137,33 +220,46 @@ class EarlyStopping(Callback):
         if loss < self.best - self.min_delta:
             self.best, self.counter = loss, 0
             if self.restore_best:
-                state = context.trainer.model.state_dict()
-                self._weights = {name: a.copy() for name, a in state.items()}
+                trained = context.trainer.trained_parameters()
+                self._weights = {name: p.data.copy() for name, p in trained.items()}
         else:
             self.counter += 1
-        return Action.STOP if self.counter >= self.patience else Action.CONTINUE
+        return self._answer()
 
     def on_train_end(self, context: CallbackContext) -> None:
-        if self._weights is not None:
-            context.trainer.model.load_state_dict(self._weights)
+        trained = context.trainer.trained_parameters()
+        for name, a in self._weights.items():
+            trained[name].data = a.copy()
 
 
 class SnapshotCallback(Callback):
-    """Save a snapshot every `every` steps, at every best validation, and at the end."""
+    """Save a snapshot every `every` steps, after each epoch of a best validation, and at the end.
+
+    Another trainer that is writing into `folder` is an error before the first step.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], every: int | None = None, keep: int = 3):
-        self.folder, self.every, self.keep = Path(folder), every, keep
+        self.folder, self.keep = Path(folder), whole("SnapshotCallback", "keep", keep)
+        self.every = None if every is None else whole("SnapshotCallback", "every", every)
+        self._lock: Lock | None = None
+
+    def on_train_begin(self, context: CallbackContext) -> None:
+        self._lock = Lock(self.folder)
 
     def on_step_end(self, context: CallbackContext) -> None:
         if self.every and context.global_step % self.every == 0:
             self._save(context, best=False)
 
-    def on_validation(self, context: CallbackContext) -> None:
-        if context.val_loss == context.trainer.metrics.best_val_loss:
+    def on_epoch_end(self, context: CallbackContext) -> None:
+        if context.val_loss is not None and context.trainer.metrics.validations_since_best == 0:
             self._save(context, best=True)
 
     def on_train_end(self, context: CallbackContext) -> None:
-        self._save(context, best=False)
+        if self._lock is not None:  # else the folder is another's
+            with self._lock:
+                if not context.ending_epoch:  # else an exception left no state to go on from
+                    self._save(context, best=False)
+            self._lock = None
 
     def _save(self, context: CallbackContext, best: bool) -> None:
         from .snapshot import save_snapshot
@@ -172,21 +268,57 @@ class SnapshotCallback(Callback):
 
 
 class LRSchedule(Callback):
-    """Use `schedule(step)` in place of the trainer's own schedule."""
+    """Use `schedule(step)` in place of the trainer's own schedule.
+
+    A run that goes on with another schedule than it began with is an error.
+    """
+
+    PROBED = (0, 1, 2, 5, 10, 100, 1000, 10_000)  # steps at which two schedules are compared
 
     def __init__(self, schedule: Callable[[int], float]):
         self.schedule = schedule
+
+    def state(self) -> dict[str, Any]:
+        return {"rates": [float(self.schedule(step)) for step in self.PROBED]}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        ours = self.state()["rates"]
+        for step, theirs, own in zip(self.PROBED, state["rates"], ours, strict=True):
+            if theirs != own:
+                raise ValueError(
+                    f"LRSchedule: the run was trained with another schedule; the rate of step "
+                    f"{step} was {theirs}, is {own}"
+                )
 
     def on_train_begin(self, context: CallbackContext) -> None:
         context.trainer.schedule = self.schedule
 
 
 class Monitor(Callback):
-    """Stop when the loss or the gradient norm is not finite, or the loss is above `max_loss`."""
+    """Stop when the loss or the gradient norm is not finite, or the loss is above `max_loss`.
+
+    `reason` says why. A resumed run that was stopped stays so.
+    """
 
     def __init__(self, max_loss: float = math.inf):
+        if not (isinstance(max_loss, int | float) and max_loss > 0):
+            raise ValueError(f"Monitor: max_loss must be a number above 0, given {max_loss!r}")
         self.max_loss = max_loss
         self.reason: str | None = None
+
+    def state(self) -> dict[str, Any]:
+        return {"reason": self.reason}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.reason = state["reason"]
+
+    def on_train_begin(self, context: CallbackContext) -> Action:
+        if not context.resumed:
+            self.reason = None
+        return self._answer()
+
+    def _answer(self) -> Action:
+        return Action.STOP if self.reason else Action.CONTINUE
 
     def on_step_end(self, context: CallbackContext) -> Action:
         for name, value in (("loss", context.loss), ("gradient norm", context.grad_norm)):
@@ -194,4 +326,4 @@ class Monitor(Callback):
                 self.reason = f"step {context.global_step}: the {name} is {value}"
         if context.loss > self.max_loss:
             self.reason = f"step {context.global_step}: the loss {context.loss} is too high"
-        return Action.STOP if self.reason else Action.CONTINUE
+        return self._answer()

@@ -133,12 +133,13 @@ def merge(args: Namespace) -> int:
 def verify(args: Namespace) -> int:
     from .folder import RunFolder
     from .progress import Progress
+    from .verify import Record
     from .verify import verify as replay
 
+    folder = RunFolder.open(args.folder)
     try:
-        records = RunFolder.open(args.folder).digests().get("steps", [])
-        last = max((r["step"] for r in records), default=0)
-    except (KeyError, TypeError, AttributeError):
+        last = Record.read(folder).last
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         last = 0  # the replay says what is wrong with the record
     progress = Progress(sys.stdout, args.stop or last, args.start or 0)
     report = replay(
@@ -153,6 +154,8 @@ def verify(args: Namespace) -> int:
     for problem in report.problems:
         say(f"DEPARTS: {problem}")
     if report.ok:
+        for note in report.notes:
+            say(f"note: {note}")
         say(
             f"verified: steps {report.start} to {report.stop} of {args.folder} replayed, "
             f"{report.compared} records equal in every digest"

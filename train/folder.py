@@ -13,18 +13,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..transformer.safetensors_io import atomic_file
+from .lock import Lock
 from .settings import Settings, read_settings
-
-try:
-    import fcntl
-except ImportError:  # not on Windows; a second writer is then not noticed
-    fcntl = None
 
 
 class RunFolder:
@@ -54,7 +48,7 @@ class RunFolder:
             taken = [int(p.name) for p in Path("runs").glob("*") if p.name.isdigit()]
             path = Path("runs") / f"{max(taken, default=0) + 1:03}"
         folder = cls(path)
-        if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
+        if folder.path.exists() and not folder.is_new():
             raise ValueError(
                 f"{path} exists already; give another --out, or continue it with --resume {path}"
             )
@@ -66,25 +60,19 @@ class RunFolder:
             raise ValueError(f"{path} cannot be written ({error.strerror})") from None
         return folder
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Refuse a second writer; the system lets go of the lock when its process ends."""
-        try:
-            file = (self / ".lock").open("w")
-        except OSError as error:
-            raise ValueError(f"{self.path} cannot be written ({error.strerror})") from None
-        with file:
-            try:
-                if fcntl is not None:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ValueError(
-                    f"{self.path} is being written by another process; wait for it or stop it"
-                ) from None
-            try:
-                yield
-            finally:
-                (self / ".lock").unlink(missing_ok=True)
+    def is_new(self) -> bool:
+        """Whether nothing is in it yet, but for the lock of a run that ended at its beginning."""
+        return self.path.is_dir() and all(p.name == ".lock" for p in self.path.iterdir())
+
+    def locked(self) -> Lock:
+        """Refuse a second writer."""
+        return Lock(self.path)
+
+    def discard(self) -> None:
+        """Remove a locked folder in which nothing was written."""
+        if self.is_new():
+            (self / ".lock").unlink()
+            self.path.rmdir()
 
     # --- what is written ---
 
@@ -99,6 +87,15 @@ class RunFolder:
         """All rows anew, as JSON lines and as a table."""
         self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         self.write_table(rows)
+
+    def add_metrics(self, row: dict) -> None:
+        """One more row, at once."""
+        path = self / "metrics.jsonl"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise _unwritable(path, error) from error
 
     def write_table(self, rows: list[dict]) -> None:
         """`metrics.csv` of the rows; a figure that a step does not have is an empty cell."""
@@ -151,4 +148,8 @@ def write_atomic(path: Path, text: str) -> None:
         with atomic_file(path) as file:
             file.write(text.encode())
     except OSError as error:
-        raise RuntimeError(f"{path} cannot be written ({error.strerror})") from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> RuntimeError:
+    return RuntimeError(f"{path} cannot be written ({error.strerror})")

@@ -47,19 +47,25 @@ def fit(
 ) -> TrainResult:
     """Train for `epochs`, each over all `batches` (or over `batches(epoch)`).
 
-    With `resume` the epochs that the trainer has done count, and the one that it is in continues
-    where it is: a trainer loaded from a snapshot ends with the bits of the straight run.
+    With `resume` the epochs that the trainer has done count, the one that it is in continues where
+    it is, and callbacks have the state that they had: a trainer loaded from a snapshot stops where
+    the straight run does, with its bits.
 
     A begun window is applied at the end of an epoch. After an epoch the model is validated on
     `valid`. Progress is reported every `log_interval` steps, and with `checkpoint_dir` there are
-    snapshots every `save_interval` steps. Stops at `max_steps`, or when a callback says so.
+    snapshots every `save_interval` steps; another trainer that writes there is an error. Stops at
+    `max_steps`, or when a callback says so.
     """
     config = trainer.config
     own: list[Callback] = [Progress(config.log_interval)]
     if config.checkpoint_dir is not None:
         own.append(SnapshotCallback(config.checkpoint_dir, config.save_interval))
-    hooks = CallbackList([*own, *callbacks])  # saved before a callback puts other weights in
-    context = CallbackContext(trainer, max_epochs=epochs, global_step=trainer.step)
+    hooks = CallbackList([*own, *callbacks])
+    context = CallbackContext(trainer, max_epochs=epochs, resumed=resume, global_step=trainer.step)
+    if resume:
+        context.best_loss = trainer.metrics.best_loss or math.inf
+        hooks.load_state(trainer.callback_states())
+    trainer.callback_states = hooks.state
     result, first = TrainResult(), trainer.step
     try:
         action = hooks.fire("on_train_begin", context)
@@ -67,7 +73,11 @@ def fit(
             if action is Action.STOP or trainer.reached_max_steps:
                 break
             part = batches(epoch) if callable(batches) else batches
-            done = trainer.batches - trainer.epoch_start if resume else 0
+            if resume:
+                done = trainer.batches - trainer.epoch_start
+            else:
+                done = 0
+                trainer.begin_epoch()
             action = _epoch(trainer, part, done, epoch, valid, hooks, context, result)
             resume = False
         result.stopped = action is Action.STOP
@@ -92,27 +102,32 @@ def _epoch(
     if isinstance(batches, Sequence):
         context.steps_per_epoch = math.ceil(len(batches) / trainer.config.accumulation_steps)
     action = hooks.fire("on_epoch_begin", context)
-    total, tokens = 0.0, 0
     for window in _windows(batches, done, trainer.config.accumulation_steps):
         if action is not Action.CONTINUE or trainer.reached_max_steps:
             break
         action = _step(trainer, window, hooks, context)
-        if trainer.last is not None and trainer.last.skipped is None:
-            total += trainer.last.loss * trainer.last.tokens
-            tokens += trainer.last.tokens
-    trainer.end_epoch()
-    context.loss = total / tokens if tokens else math.nan
+    context.loss = trainer.epoch_loss
     result.losses.append(context.loss)
     result.epochs += 1
-    if action is Action.STOP:
+    if action is Action.STOP:  # in mid-epoch, where a resumed run goes on
         return action
-    answers = []
     if valid is not None:
         context.val_loss = evaluate_batches(trainer.model, valid)["loss"]
+    return _end_epoch(trainer, hooks, context, result)
+
+
+def _end_epoch(
+    trainer: TransformerTrainer, hooks: CallbackList, context: CallbackContext, result: TrainResult
+) -> Action:
+    context.ending_epoch = True
+    trainer.end_epoch()
+    answers = []
+    if context.val_loss is not None:
         trainer.metrics.record_val_loss(context.val_loss)
         result.val_losses.append(context.val_loss)
         answers.append(hooks.fire("on_validation", context))
     answers.append(hooks.fire("on_epoch_end", context))
+    context.ending_epoch = False
     return Action.STOP if Action.STOP in answers else Action.CONTINUE
 
 

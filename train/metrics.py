@@ -55,6 +55,17 @@ class MetricsTracker:
         """The least validation loss so far."""
         return _least(self.val_losses)
 
+    @property
+    def validations_since_best(self) -> int:
+        """How many validations there were since the best one, 0 if that was the last.
+
+        Of equal ones the first is best; one that is not a number is none.
+        """
+        best = self.best_val_loss
+        if best is None:
+            return len(self.val_losses)
+        return len(self.val_losses) - 1 - self.val_losses.index(best)
+
     def is_improving(self, patience: int) -> bool:
         """Whether one of the last `patience` losses is the best, its first not counted.
 

@@ -52,6 +52,17 @@ class Run:
     def model(self) -> Any:
         return self.trainer.model
 
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether the last `patience` validations were no better than the best one."""
+        patience = self.settings.patience
+        return patience is not None and self.trainer.metrics.validations_since_best >= patience
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is no step left to do."""
+        return self.step == self.settings.steps or self.out_of_patience
+
     def identity(self) -> dict[str, Any]:
         """What the run depends on, in hashes: the head of `digests.json`."""
         return {
@@ -211,13 +222,15 @@ def adapter_run(folder: Path) -> tuple[Path, Path | None]:
 
 
 def steps(run: Run, stop: int) -> Iterator[dict[str, Any]]:
-    """Do steps up to `stop` and yield a row about each, equal anywhere but for `OF_THE_MACHINE`.
+    """Do steps up to `stop`, or until patience ends, and yield a row about each.
+
+    Rows are equal anywhere but for `OF_THE_MACHINE`.
 
     A step is one window of `accumulate` micro-batches, whether its gradients were applied or
     dropped (float16 may overflow): step n always has the same data.
     """
     s, trainer = run.settings, run.trainer
-    while run.step < stop:
+    while run.step < stop and not run.out_of_patience:
         seen, start = 0, time.perf_counter()
         for k in range(s.accumulate):
             batch = run.data.train.batch(run.step * s.accumulate + k, s.batch)

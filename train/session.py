@@ -25,7 +25,7 @@ from .plot import run_curves
 from .progress import Progress, clock
 from .run import Run, at, build, due, record, steps
 from .settings import Settings, flag
-from .snapshot import list_snapshots, load_snapshot, save_snapshot
+from .snapshot import NoSnapshotError, load_snapshot, save_snapshot
 from .text import TOKENIZER_FILES
 
 # A resumed run keeps its settings; only these may be given anew, since no result depends on them.
@@ -38,13 +38,13 @@ def train(settings: Settings, stream: TextIO) -> int:
     """Make a new run folder and train into it; the exit status."""
     settings = _absolute(settings.complete())
     folder = RunFolder.create(settings.out)
-    try:
-        with folder.locked():
+    with folder.locked():
+        try:
             session = Session.begin(settings, folder, stream)
-            return session.run_to_end()
-    finally:
-        with contextlib.suppress(OSError):  # nothing was written: leave no empty folder
-            folder.path.rmdir()
+        except BaseException:
+            folder.discard()
+            raise
+        return session.run_to_end()
 
 
 def resume(path: str, flags: dict[str, Any], stream: TextIO) -> int:
@@ -59,10 +59,13 @@ def resume(path: str, flags: dict[str, Any], stream: TextIO) -> int:
             )
     settings = _absolute(dataclasses.replace(settings, **flags))
     with folder.locked():
-        session = Session.again(settings, folder, stream)
-        done = folder.environment().get("sessions", [])  # the last file that a run writes
-        if session.run.step == settings.steps and done and done[-1]["steps"][1] == settings.steps:
-            session.say(f"{path} is complete: all {settings.steps} steps are done")
+        begun = (folder / "digests.json").is_file()  # else it was killed while it began
+        session = (Session.again if begun else Session.begin)(settings, folder, stream)
+        step, done = session.run.step, folder.environment().get("sessions", [])
+        # The last file that a run writes tells a finished run from one killed at its end.
+        if session.run.complete and done and done[-1]["steps"][1] == step:
+            steps = "all" if step == settings.steps else "with --patience"
+            session.say(f"{path} is complete: {steps} {step} steps are done")
             return 0
         return session.run_to_end()
 
@@ -79,7 +82,6 @@ class Session:
 
     def __init__(self, run: Run, folder: RunFolder, stream: TextIO):
         self.run, self.folder, self.stream = run, folder, stream
-        self.rows: list[dict[str, Any]] = []
         self.records: list[dict[str, Any]] = []
 
     def say(self, text: str) -> None:
@@ -95,10 +97,8 @@ class Session:
         session.records.append(record(run))
         folder.write("run.toml", dataclasses.replace(settings, out=None).toml())
         session._write_record()
-        if settings.model is not None:
-            for name in COPIED:
-                if (Path(settings.model) / name).is_file():
-                    shutil.copyfile(Path(settings.model) / name, folder / name)
+        session._copy_tokenizer()
+        session._save(best=False)
         return session
 
     @classmethod
@@ -114,17 +114,18 @@ class Session:
                 )
         session = cls(run, folder, stream)
         session._introduce()
-        if list_snapshots(folder / "snapshots"):
+        with contextlib.suppress(NoSnapshotError):
             with warnings.catch_warnings(action="ignore"):
                 snapshot = load_snapshot(folder / "snapshots", run.trainer)
             run.step = run.trainer.windows
             for note in snapshot.notes:
                 session.say(f"note: {note}")
-        session.rows = [row for row in folder.metrics() if row["step"] <= run.step]
+        folder.write_metrics([row for row in folder.metrics() if row["step"] <= run.step])
         session.records = [
             r for r in written["steps"] if r["step"] <= run.step and due(r["step"], settings)
         ]
-        session.folder.write_metrics(session.rows)
+        session._write_record()
+        session._copy_tokenizer()
         session.say(f"continuing {folder.path} after step {run.step} of {settings.steps}")
         return session
 
@@ -133,17 +134,12 @@ class Session:
         run, last = self.run, self.run.settings.steps or 0
         progress = Progress(self.stream, last, run.step)
         begun, clock0, before = time.time(), time.perf_counter(), run.step
-        with (
-            (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as metrics,
-            stop_signals(progress.say) as stopped,
-        ):
+        with stop_signals(progress.say) as stopped:
             for row in steps(run, last):
-                self.rows.append(row)
-                metrics.write(json.dumps(row) + "\n")
-                metrics.flush()
+                self.folder.add_metrics(row)
                 progress.step(row)
                 final = stopped()  # asked once: what ends the run must also be kept
-                self._keep(row, final)
+                self._keep(row, final or run.complete)
                 if final:
                     break
         progress.close()
@@ -157,7 +153,7 @@ class Session:
                 "peak_memory_mb": peak_memory_mb(),
             }
         )
-        if run.step < last:
+        if not run.complete:
             self.say(
                 f"stopped after step {run.step} of {last}; what was trained is in "
                 f"{self.folder.path}, and afinar train --resume {self.folder.path} continues it"
@@ -190,14 +186,23 @@ class Session:
             return
         self.records.append(record(run))
         self._write_record()
-        best = row.get("val_loss") is not None and row["val_loss"] <= min(
-            r["val_loss"] for r in self.rows if r.get("val_loss") is not None
-        )
+        validated = row.get("val_loss") is not None
+        best = validated and run.trainer.metrics.validations_since_best == 0
         if final or best or at(run.step, s.snapshot_every, s.steps):
-            identity = json.dumps(run.identity(), sort_keys=True).encode()
-            run_id = hashlib.sha256(identity).hexdigest()[:16]
-            more = {**run.identity(), "run_id": run_id, "val_loss": row.get("val_loss")}
-            save_snapshot(self.folder / "snapshots", run.trainer, more, keep=s.keep, best=best)
+            self._save(best)
+
+    def _save(self, best: bool) -> None:
+        run = self.run
+        identity = json.dumps(run.identity(), sort_keys=True).encode()
+        more = {**run.identity(), "run_id": hashlib.sha256(identity).hexdigest()[:16]}
+        keep = run.settings.keep
+        save_snapshot(self.folder / "snapshots", run.trainer, more, keep=keep, best=best)
+
+    def _copy_tokenizer(self) -> None:
+        base = self.run.settings.model
+        for name in COPIED:
+            if base is not None and (Path(base) / name).is_file():
+                shutil.copyfile(Path(base) / name, self.folder / name)
 
     def _write_record(self) -> None:
         self.folder.write_json("digests.json", {**self.run.identity(), "steps": self.records})
@@ -210,18 +215,24 @@ class Session:
             run.trainer.save_lora_adapter(folder.path, base)
         else:
             save_pretrained(run.model, folder.path)
-        folder.write_table(self.rows)
-        folder.write("loss.svg", run_curves(self.rows))
+        rows = folder.metrics()
+        folder.write_table(rows)
+        folder.write("loss.svg", run_curves(rows))
         prompt, text = sample(run)
         folder.write("sample.txt", prompt + text)
         earlier = folder.environment().get("sessions", [])
         folder.write_json("environment.json", {**environment(), "sessions": [*earlier, times]})
-        validated = [row["val_loss"] for row in self.rows if row.get("val_loss") is not None]
+        if run.out_of_patience:
+            self.say(
+                f"stopped early: --patience {run.settings.patience} ended after {run.step} steps"
+            )
+        validated = run.trainer.metrics.val_losses
         if validated:
             self.say(f"validation loss {validated[-1]:.4f} nats per token")
-            if validated[-1] > min(validated):
+            best = run.trainer.metrics.best_val_loss
+            if best is not None and validated[-1] > best:
                 self.say(
-                    f"note: it was best, {min(validated):.4f}, at an earlier step: snapshots/best "
+                    f"note: it was best, {best:.4f}, at an earlier step: snapshots/best "
                     "holds that state, the files of the run are of the last step"
                 )
         self.say(f"done in {clock(times['seconds'])}; a sample:\n\n{prompt}{text}\n")

@@ -66,6 +66,9 @@ class Settings:
     eval_rows: int | None = _flag(
         None, "sequences per validation (default: 64; 16 with --model)", "N"
     )
+    patience: int | None = _flag(
+        None, "stop when so many validations in a row were no better than the best", "N"
+    )
     digest_every: int | None = _flag(None, "steps between digests (default: a tenth)", "N")
     snapshot_every: int | None = _flag(None, "steps between snapshots (default: a fifth)", "N")
     keep: int = _flag(2, "snapshots to keep, beside the best and the last", "K")
@@ -96,10 +99,11 @@ class Settings:
         fill("snapshot_every", max(1, steps // 5))
         for name in ("eval_every", "digest_every", "snapshot_every"):
             s._need(name, getattr(s, name) >= 1, "at least 1")
+        s._need("patience", s.patience is None or s.patience >= 1, "at least 1")
         for name in ("lr", "max_grad_norm", "lora_alpha"):
             s._need(name, 0 < getattr(s, name) < math.inf, "above 0")
         for name in ("warmup", "weight_decay", "seed"):
-            s._need(name, getattr(s, name) >= 0, "0 or more")
+            s._need(name, 0 <= getattr(s, name) < math.inf, "0 or more")
         s._need("min_lr_ratio", 0 <= s.min_lr_ratio <= 1, "between 0 and 1")
         s._need("beta2", 0 <= s.beta2 < 1, "at least 0 and below 1")
         if s.model is not None and s.preset is not None:

@@ -1,8 +1,9 @@
 """Saved state: a folder of snapshots from which training goes on with the same bits.
 
-    snapshots/step-00000120/weights.safetensors   what is trained
-                            moments.safetensors   `first.NAME`, `second.NAME`
-                            state.json            everything else, and the hash of each file
+    snapshots/step-00000120/weights.safetensors    what is trained
+                            moments.safetensors    `first.NAME`, `second.NAME`
+                            callbacks.safetensors  arrays that callbacks hold, if any
+                            state.json             everything else, and the hash of each file
     snapshots/last, snapshots/best                the name of one of them
 
 A snapshot takes its name when it is whole and on the disk, so a kill leaves the ones before. Frozen
@@ -23,6 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..optim.optimizer import tensors_sha256, weights_sha256
 from ..transformer.module import check_names, check_shapes
@@ -58,6 +61,10 @@ class Snapshot:
 
 class DamagedError(ValueError):
     """A snapshot that is not what was written."""
+
+
+class NoSnapshotError(ValueError):
+    """There is no snapshot, damaged or not."""
 
 
 # --- saving --------------------------------------------------------------------------------
@@ -103,24 +110,52 @@ def save_snapshot(
 
 
 def _write(folder: Path, trainer: TransformerTrainer, more: dict[str, Any]) -> None:
-    model, optimizer = trainer.model, trainer.optimizer
-    names = {id(p): name for name, p in model.named_parameters()}
-    weights = {names[id(p)]: p.data for p in optimizer.params}
-    moments = {
-        f"{slot}.{names[id(p)]}": a
-        for slot, arrays in (
-            ("first", optimizer.first_moments),
-            ("second", optimizer.second_moments),
-        )
-        for p, a in zip(optimizer.params, arrays, strict=False)
-        if a is not None
+    for name, tensors in snapshot_arrays(trainer).items():
+        write_safetensors(folder / f"{name}.safetensors", tensors)
+    state = {**snapshot_state(trainer), "more": more}
+    state["files"] = {p.name: _file_sha256(p) for p in sorted(folder.glob("*.safetensors"))}
+    text = json.dumps(state, indent=1, default=_json_value)
+    whole = {"sha256": _sha256(text.encode()), "state": text}
+    with atomic_file(folder / "state.json") as f:
+        f.write(json.dumps(whole).encode())
+
+
+def snapshot_arrays(trainer: TransformerTrainer) -> dict[str, dict[str, np.ndarray]]:
+    """The tensors of a snapshot, by file and name."""
+    trained, optimizer = trainer.trained_parameters(), trainer.optimizer
+    slots = {"first": optimizer.first_moments, "second": optimizer.second_moments}
+    found = {
+        "weights": {name: p.data for name, p in trained.items()},
+        "moments": {
+            f"{slot}.{name}": a
+            for slot, arrays in slots.items()
+            for name, a in zip(trained, arrays, strict=False)  # none before the first step
+            if a is not None
+        },
+        "callbacks": {
+            f"{callback}.{key}": value
+            for callback, state in trainer.callback_states().items()
+            for key, value in state.items()
+            if isinstance(value, np.ndarray)
+        },
     }
-    write_safetensors(folder / "weights.safetensors", weights)
-    write_safetensors(folder / "moments.safetensors", moments)
-    state = {
+    if not found["callbacks"]:
+        del found["callbacks"]
+    return found
+
+
+def snapshot_state(trainer: TransformerTrainer) -> dict[str, Any]:
+    """What a snapshot says of the trainer besides, as JSON values."""
+    model, optimizer = trainer.model, trainer.optimizer
+    own = trainer.state_dict()
+    own["callbacks"] = {
+        callback: {k: v for k, v in state.items() if not isinstance(v, np.ndarray)}
+        for callback, state in own["callbacks"].items()
+    }
+    return {
         "format": FORMAT,
         "version": importlib.metadata.version("afinar"),
-        "trainer": trainer.state_dict(),
+        "trainer": _plain(own),
         "optimizer": {"step_count": optimizer.step_count, "lr": optimizer.lr},
         "schedule": [type(trainer.schedule).__name__, _plain(trainer.schedule)],
         "rng": {"seed": trainer.config.seed, "window": trainer.windows},
@@ -128,13 +163,7 @@ def _write(folder: Path, trainer: TransformerTrainer, more: dict[str, Any]) -> N
         "model": _plain(model.config),
         "frozen_sha256": _frozen_sha256(trainer),
         "digests": {"weights": weights_sha256(model), "optimizer": optimizer.state_sha256()},
-        "files": {p.name: _file_sha256(p) for p in sorted(folder.glob("*.safetensors"))},
-        "more": more,
     }
-    text = json.dumps(state, indent=1, default=_json_value)
-    whole = {"sha256": _sha256(text.encode()), "state": text}
-    with atomic_file(folder / "state.json") as f:
-        f.write(json.dumps(whole).encode())
 
 
 def _plain(config: Any) -> Any:
@@ -210,6 +239,19 @@ def list_snapshots(folder: str | os.PathLike[str]) -> list[Path]:
     return sorted(p for p in Path(folder).glob("step-*") if p.name[5:].isdigit())
 
 
+def _usable(folder: Path) -> list[Path]:
+    """Newest first, what may hold a snapshot.
+
+    A kill while a snapshot was replaced by another of its step leaves it under a hidden name.
+    """
+    hidden = folder.glob(".step-*.old.tmp")
+    return sorted([*list_snapshots(folder), *hidden], key=_step_and_place)[::-1]
+
+
+def _step_and_place(path: Path) -> tuple[str, bool]:
+    return path.name.lstrip(".").removesuffix(".old.tmp"), not path.name.startswith(".")
+
+
 def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     """What a snapshot says of itself; ValueError if any of its bytes is not what was written."""
     path = Path(path)
@@ -255,13 +297,12 @@ def _find(path: Path, which: str) -> Snapshot:
         return read_snapshot(path)
     if which not in ("last", "best"):
         raise ValueError(f'load_snapshot: which is "last" or "best", not {which!r}')
-    # A kill while a snapshot was replaced leaves the one that was there under this name.
-    candidates = list_snapshots(path)[::-1] or sorted(path.glob(".step-*.old.tmp"))[::-1]
+    candidates = _usable(path)
     if which == "best":
         best = _named(path, "best")
-        candidates = [p for p in candidates if p == best]
+        candidates = [p for p in candidates if best and _step_and_place(p)[0] == best.name]
     if not candidates:
-        raise ValueError(f"{path} holds no {which} snapshot")
+        raise NoSnapshotError(f"{path} holds no {which} snapshot")
     notes: list[str] = []
     for candidate in candidates:
         try:
@@ -307,9 +348,7 @@ def _compare(snapshot: Snapshot, trainer: TransformerTrainer) -> None:
 def _install(snapshot: Snapshot, trainer: TransformerTrainer) -> None:
     weights = TensorFile(snapshot.path / "weights.safetensors")
     moments = TensorFile(snapshot.path / "moments.safetensors")
-    optimizer = trainer.optimizer
-    names = {id(p): name for name, p in trainer.model.named_parameters()}
-    own = {names[id(p)]: p for p in optimizer.params}
+    optimizer, own = trainer.optimizer, trainer.trained_parameters()
     check_names("load_snapshot", own, weights.entries)
     shapes = {name: p.shape for name, p in own.items()}
     check_shapes("load_snapshot", shapes, {n: e.shape for n, e in weights.entries.items()})
@@ -321,7 +360,13 @@ def _install(snapshot: Snapshot, trainer: TransformerTrainer) -> None:
             "second_moments": list(_read(moments, "second", own)),
         }
     )
-    trainer.load_state_dict(snapshot.state["trainer"])
+    state = snapshot.state["trainer"]
+    if "callbacks.safetensors" in snapshot.state["files"]:
+        arrays = TensorFile(snapshot.path / "callbacks.safetensors")
+        for key in arrays.entries:
+            callback, _, name = key.partition(".")
+            state["callbacks"][callback][name] = arrays.read(key)
+    trainer.load_state_dict(state)
     for name, p in own.items():
         p.data = weights.read(name)
 

@@ -115,8 +115,10 @@ class TransformerTrainer:
         self.schedule = config.schedule
         self.metrics = MetricsTracker()
         self.loss_fn = CausalLMLoss(model.config.vocab_size)
-        self.step = self.windows = self.batches = self.epoch_start = 0
+        self.step = self.windows = self.batches = 0
+        self.begin_epoch()
         self.overflows_in_a_row = 0
+        self.callback_states: Callable[[], dict[str, dict[str, Any]]] = dict  # set by `fit`
         self.last: StepRecord | None = None
         self.profile: dict[str, float] = {}
         self._forget_window()
@@ -190,6 +192,17 @@ class TransformerTrainer:
     def window_start(self) -> int:
         """The number of micro-batches taken before the begun window: where a resumed run starts."""
         return self.batches - self.accumulated_batches
+
+    @property
+    def epoch_loss(self) -> float:
+        """The mean loss of the tokens that were trained in this epoch; NaN if none was."""
+        total, tokens = self._epoch
+        return total / tokens if tokens else math.nan
+
+    def trained_parameters(self) -> dict[str, Tensor]:
+        """What the optimizer steps, by name and in its order."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        return {names[id(p)]: p for p in self.optimizer.params}
 
     # --- one batch ---
 
@@ -311,6 +324,8 @@ class TransformerTrainer:
         self.overflows_in_a_row = 0
         self.step += 1
         record.step = self.step
+        total, tokens = self._epoch
+        self._epoch = total + record.loss * record.tokens, tokens + record.tokens
         self.metrics.record_step(record.loss, record.lr, record.grad_norm)
 
     def _overflow(self, record: StepRecord) -> None:
@@ -370,10 +385,15 @@ class TransformerTrainer:
         self.end_epoch()
         return total / tokens if tokens else 0.0
 
-    def end_epoch(self) -> None:
-        """The next batch begins an epoch."""
+    def begin_epoch(self) -> None:
+        """The next batch is an epoch's first."""
         self.epoch_start = self.batches
+        self._epoch = 0.0, 0
+
+    def end_epoch(self) -> None:
+        """An epoch is done, and the next batch is an epoch's first."""
         self.metrics.record_epoch()
+        self.begin_epoch()
 
     # --- what was trained ---
 
@@ -434,19 +454,21 @@ class TransformerTrainer:
     # --- saved state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything at the start of the begun window that a resumed run needs, as JSON values.
+        """Everything at the start of the begun window that a resumed run needs.
 
-        Weights and moments are not in it.
+        JSON values, but for arrays among the states of callbacks; weights and moments are not here.
         """
         return {
             "step": self.step,
             "windows": self.windows,
             "batches": self.window_start,
             "epoch_start": self.epoch_start,
+            "epoch": list(self._epoch),
             "overflows_in_a_row": self.overflows_in_a_row,
             "scaler": self.scaler.state_dict(),
             "metrics": vars(self.metrics).copy(),
             "lora": lora_config(self._model).to_dict() if self.is_lora else None,
+            "callbacks": self.callback_states(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -458,6 +480,9 @@ class TransformerTrainer:
             )
         self.step, self.windows = state["step"], state["windows"]
         self.batches, self.epoch_start = state["batches"], state["epoch_start"]
+        self._epoch = tuple(state["epoch"])
+        callbacks = state["callbacks"]
+        self.callback_states = lambda: callbacks
         self.overflows_in_a_row = state["overflows_in_a_row"]
         self.scaler.load_state_dict(state["scaler"])
         self.metrics = MetricsTracker(**state["metrics"])

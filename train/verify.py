@@ -4,6 +4,10 @@ What is promised: in float32 (and in 16 bits with `deterministic`) a run's diges
 any number of threads and on any processor, so a replay elsewhere must give them all. In 16 bits
 without `deterministic` that holds on processors of one kind. A replay needs the version of afinar
 that made the record.
+
+Compared are the settings, the data, the tokenizer and the weights that training began with, every
+row of metrics.jsonl, every record of digests.json, every snapshot and the model; not what is made
+from them (metrics.csv, loss.svg, sample.txt) nor what may differ (environment.json).
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..autograd import set_num_threads
 from ..lora import lora_modules
 from ..optim import weights_sha256
 from ..transformer.hf_config import config_to_hf
@@ -22,8 +27,27 @@ from ..transformer.safetensors_io import TensorFile
 from .data import STDLIB, find_files, hash_files
 from .environment import environment
 from .folder import RunFolder
-from .run import OF_THE_MACHINE, Run, build, due, open_model, record, settings_sha256, steps
-from .snapshot import DamagedError, list_snapshots, load_snapshot, read_snapshot
+from .run import (
+    OF_THE_MACHINE,
+    Run,
+    adapter_run,
+    build,
+    due,
+    open_model,
+    record,
+    settings_sha256,
+    steps,
+)
+from .settings import Settings
+from .snapshot import (
+    DamagedError,
+    list_snapshots,
+    load_snapshot,
+    read_snapshot,
+    snapshot_arrays,
+    snapshot_state,
+)
+from .text import tokenizer_sha256
 
 
 @dataclass
@@ -34,10 +58,46 @@ class Report:
     stop: int
     compared: int = 0  # digests of weights and optimizers that were equal
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what could not be compared, and why
 
     @property
     def ok(self) -> bool:
         return not self.problems
+
+
+@dataclass
+class Record:
+    """What a run folder says was done."""
+
+    head: dict[str, Any]  # of digests.json: what the run depends on
+    digests: dict[int, dict]  # by step
+    rows: dict[int, dict]  # of metrics.jsonl, by step
+    ended: int | None  # the step whose model is in the folder, as environment.json has it
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Record:
+        """ValueError, KeyError, TypeError or AttributeError if it is not a record."""
+        head = folder.digests()
+        digests = {r["step"]: r for r in head.get("steps", [])}
+        rows = {row["step"]: row for row in folder.metrics()}
+        if not digests:
+            raise ValueError("digests.json records no step")
+        sessions = folder.environment().get("sessions", [])
+        return cls(head, digests, rows, sessions[-1]["steps"][1] if sessions else None)
+
+    @property
+    def last(self) -> int:
+        """The last step of which it says something: a row is written before its digests."""
+        return max(self.rows, default=0)
+
+    def missing(self, start: int, stop: int, settings: Settings) -> int | None:
+        """The first step from `start` to `stop` whose digests should be there and are not.
+
+        A kill may come between a step's row and its digests.
+        """
+        killed = self.last if self.ended is None or self.ended < self.last else None
+        wanted = (n for n in range(start, stop + 1) if due(n, settings) and n != killed)
+        return next((n for n in wanted if n not in self.digests), None)
 
 
 def verify(
@@ -52,49 +112,37 @@ def verify(
     """Replay the steps after `start` (a snapshot's, or 0) up to `stop` and compare every record.
 
     The data is looked for where the run found it, or at `data`. The first departure ends the
-    replay; the report names its step and tensor. Raises ValueError or FileNotFoundError if the
-    run's data or the weights it started from are missing.
+    replay; the report names its step and tensor. A run that was stopped or killed is compared as
+    far as it went. Raises ValueError or FileNotFoundError if the run's data or the weights it
+    started from are missing.
     """
     folder = RunFolder.open(run)
+    if threads is not None:
+        set_num_threads(threads)
+    report = Report(start or 0, stop or 0)
     try:
-        written = folder.digests()
+        written = Record.read(folder)
         settings = dataclasses.replace(folder.settings(), threads=threads)
-        records = {r["step"]: r for r in written.get("steps", [])}
-        rows = {row["step"]: row for row in folder.metrics()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return Report(start or 0, stop or 0, problems=[f"the record cannot be read: {error}"])
-    if not records:
-        return Report(start or 0, stop or 0, problems=["digests.json records no step"])
-    last = max(records)
-    report = Report(start or 0, last if stop is None else stop)
-    if not 0 <= report.start < report.stop <= last:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        report.problems.append(f"the record cannot be read: {error}")
+        return report
+    last = written.last
+    report.stop = last if stop is None else stop
+    if not 0 <= report.start <= report.stop <= last:
         raise ValueError(
             f"verify: steps {report.start} to {report.stop} were asked for; the record of {run} "
             f"goes from 0 to {last}"
         )
-    if written.get("settings") != settings_sha256(settings):
+    if written.head.get("settings") != settings_sha256(settings):
         report.problems.append("run.toml does not hold the settings that digests.json was made of")
         return report
-    wanted = [n for n in range(report.start, report.stop + 1) if due(n, settings)]
-    if missing := [n for n in wanted if n not in records]:
-        report.problems.append(f"digests.json has no digests of step {missing[0]}")
+    if (n := written.missing(report.start, report.stop, settings)) is not None:
+        report.problems.append(f"digests.json has no digests of step {n}")
         return report
     if data is not None:
         settings.data = str(data)
-    found = hash_files(find_files(settings.data or STDLIB))  # missing data is bad input
-    if found != written.get("data") and settings.data != STDLIB:
-        report.problems.append(f"the data differs: recorded {written.get('data')}, now {found}")
-        return report
-    replay = build(settings)
-    for what, value in replay.identity().items():
-        if written.get(what) != value:
-            why = ""
-            if what == "data" and settings.data == STDLIB:
-                why = " (the standard library is another one in each version of Python)"
-            report.problems.append(
-                f"the {what} differs: recorded {written.get(what)}, now {value}{why}"
-            )
-    if report.problems:
+    replay = _build(settings, written.head, report)
+    if replay is None:
         return report
     snapshots = {int(p.name[5:]): p for p in list_snapshots(folder / "snapshots")}
     if report.start and report.start not in snapshots:
@@ -102,15 +150,16 @@ def verify(
             f"verify: {run} has no snapshot of step {report.start} to start from; it has those of "
             f"{', '.join(map(str, snapshots)) or 'no step'}"
         )
+    ends: dict[int, str] = {}  # the weights at the steps that the model in the folder may be of
     try:
         if report.start:
             load_snapshot(snapshots[report.start], replay.trainer)
             replay.step = report.start
-        problem = _replay(replay, report, records, rows, snapshots, on_step)
+        problem = _replay(replay, report, written, snapshots, ends, on_step)
     except DamagedError as error:  # a snapshot is not what was written
         problem = str(error)
     if problem is None and report.stop == last:
-        problem = _final(replay, folder, records[last])
+        problem = _final(replay, report, folder, written, ends)
     if problem is not None:
         made_by, this = folder.environment().get("afinar"), environment()["afinar"]
         if made_by not in (None, this):
@@ -119,47 +168,94 @@ def verify(
     return report
 
 
+# --- what the run was made of --------------------------------------------------------------
+
+
+def _build(settings: Settings, head: dict[str, Any], report: Report) -> Run | None:
+    """The run at step 0; None, with problems in the report, if it is made of something else."""
+    try:
+        run = build(settings)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        problem = _changed(settings, head)
+        if problem is None:  # something is missing: bad input
+            raise
+        report.problems.append(f"{problem} ({error})")
+        return None
+    for what, value in run.identity().items():
+        if head.get(what) != value:
+            why = ""
+            if what == "data" and settings.data == STDLIB:
+                why = " (the standard library is another one in each version of Python)"
+            report.problems.append(
+                f"the {what} differs: recorded {head.get(what)}, now {value}{why}"
+            )
+    return None if report.problems else run
+
+
+def _changed(settings: Settings, head: dict[str, Any]) -> str | None:
+    """What is there, but so changed that no run can be made of it."""
+    data = hash_files(find_files(settings.data or STDLIB))
+    if data != head.get("data"):
+        return f"the data differs: recorded {head.get('data')}, now {data}"
+    if settings.model is None or not Path(settings.model).is_dir():
+        return None
+    if tokenizer_sha256(settings.model) != head.get("tokenizer"):
+        return "the tokenizer differs"
+    try:
+        base, adapter = adapter_run(Path(settings.model))
+        if not (base / "config.json").is_file() or not any(base.glob("*.safetensors")):
+            return None
+        model = open_model(base, adapter)
+    except (ValueError, TypeError):
+        return f"the model that it started from, {settings.model}, cannot be read"
+    return None if weights_sha256(model) == head.get("model") else "the model differs"
+
+
+# --- what was done -------------------------------------------------------------------------
+
+
 def _replay(
     run: Run,
     report: Report,
-    records: dict[int, dict],
-    rows: dict[int, dict],
+    written: Record,
     snapshots: dict[int, Path],
+    ends: dict[int, str],
     on_step: Callable[[dict[str, Any]], None],
 ) -> str | None:
     """The first departure from the record, in words."""
-    if run.step in records:  # a run that was stopped has snapshots between its records
-        if problem := _compare(records[run.step], record(run)):
-            return problem
-        report.compared += 1
-    for row in steps(run, report.stop):
-        on_step(row)
-        if problem := _compare_row(rows.get(run.step), row):
-            return problem
-        if run.step in records:
-            if problem := _compare(records[run.step], record(run)):
+
+    def here() -> str | None:
+        if run.step in written.digests:
+            if problem := _compare(written.digests[run.step], record(run)):
                 return problem
             report.compared += 1
-        if run.step in snapshots and (problem := _compare_snapshot(snapshots[run.step], run)):
+        if run.step in (written.ended, written.last):
+            ends[run.step] = weights_sha256(run.model)
+        return _compare_snapshot(snapshots[run.step], run) if run.step in snapshots else None
+
+    if problem := here():
+        return problem
+    for row in steps(run, report.stop):
+        on_step(row)
+        if problem := _compare_row(written.rows.get(run.step), row) or here():
             return problem
+    if run.step < report.stop:
+        return f"step {run.step}: --patience ends the run here, the record goes on"
     return None
 
 
 def _compare_snapshot(path: Path, run: Run) -> str | None:
-    """Whether a snapshot holds the weights and moments of this step."""
-    read_snapshot(path)
-    weights, moments = (TensorFile(path / f"{n}.safetensors") for n in ("weights", "moments"))
-    optimizer = run.trainer.optimizer
-    names = {id(p): name for name, p in run.model.named_parameters()}
-    for n, p in enumerate(optimizer.params):
-        name = names[id(p)]
-        for file, key, array in (
-            (weights, name, p.data),
-            (moments, f"first.{name}", optimizer.first_moments[n]),
-            (moments, f"second.{name}", optimizer.second_moments[n]),
-        ):
-            if key not in file.entries or file.read(key).tobytes() != array.tobytes():
+    """Whether a snapshot holds the state of this step."""
+    snapshot, own = read_snapshot(path), snapshot_state(run.trainer)
+    for name, tensors in snapshot_arrays(run.trainer).items():
+        file = TensorFile(path / f"{name}.safetensors")
+        for key in {**tensors, **file.entries}:
+            same = key in tensors and key in file.entries
+            if not same or file.read(key).tobytes() != tensors[key].tobytes():
                 return f"step {run.step}: the snapshot {path} departs in {key}"
+    for what in ("trainer", "optimizer", "digests"):
+        if json.dumps(snapshot.state.get(what)) != json.dumps(own[what]):
+            return f"step {run.step}: the snapshot {path} departs in the state of the {what}"
     return None
 
 
@@ -190,21 +286,37 @@ def _compare(recorded: dict, replayed: dict) -> str | None:
     return None
 
 
-def _final(run: Run, folder: RunFolder, recorded: dict) -> str | None:
-    """Whether the model in the folder is the one of the last step."""
+def _final(
+    run: Run, report: Report, folder: RunFolder, written: Record, ends: dict[int, str]
+) -> str | None:
+    """Whether the model in the folder is the run's, and whether the run was done to its end."""
+    if written.ended is not None and written.ended > written.last:
+        return (
+            f"environment.json says that the run went on to step {written.ended}; the record ends "
+            f"at {written.last}"
+        )
+    if (beyond := max(written.digests)) > written.last:  # a kill while a resumed run began
+        report.notes.append(f"digests.json goes on to step {beyond}, metrics.jsonl does not")
+    if not run.complete:
+        report.notes.append(f"the run ended early: after step {run.step} of {run.settings.steps}")
+    names = ("model.safetensors", "model.safetensors.index.json", "adapter_config.json")
+    if written.ended is None and not any((folder / name).is_file() for name in names):
+        report.notes.append("the run ended before it wrote its model: there is none to compare")
+        return None
     try:
         model = open_model(folder.path, dtype=run.settings.storage)
     except (ValueError, FileNotFoundError) as error:
         return f"the model in {folder.path} cannot be opened: {error}"
-    if weights_sha256(model) != recorded.get("weights"):
+    if weights_sha256(model) not in ends.values():
+        if written.ended is not None and written.ended < report.start:
+            report.notes.append(f"the model in {folder.path} is of an earlier step: not compared")
+            return None
         return f"the weights in {folder.path} are not those of step {run.step}"
-    layers = zip(lora_modules(model), lora_modules(run.model), strict=True)
-    for (name, found), (_, own) in layers:
-        if found.scales != own.scales:
-            return (
-                f"adapter_config.json: the scale of {name} is {found.scales}, "
-                f"the run's is {own.scales}"
-            )
+    theirs, own = dict(lora_modules(model)), dict(lora_modules(run.model))
+    for name in {**theirs, **own}:
+        found, scales = (m[name].scales if name in m else None for m in (theirs, own))
+        if found != scales:
+            return f"adapter_config.json: the scale of {name} is {found}, the run's is {scales}"
     if (folder / "config.json").is_file():
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for key, value in config_to_hf(run.model.config, "float32").items():
