@@ -1,6 +1,7 @@
 """The `afinar` command, at toy size."""
 
 import json
+import resource
 import shutil
 import signal
 import subprocess
@@ -178,6 +179,9 @@ def test_training_goes_on_from_a_run(run, text, tmp_path):
         (["--storage", "bfloat16"], "use --lora"),
         (["--checkpointing", "some"], "the policy is one of"),
         (["--threads", "100000"], "100000 asked for"),
+        (["--patience", "0"], "--patience is 0; it must be at least 1"),
+        (["--weight-decay", "inf"], "--weight-decay is inf; it must be 0 or more"),
+        (["--lr", "nan"], "--lr is nan; it must be above 0"),
         (["--config", "UNKNOWN"], "unknown keys learning_rate, speed; known are data, model"),
         (["--config", "TYPE"], "batch must be int, not '4'"),
         (["--config", "CHOICE"], "precision must be one of fp32, bf16, fp16"),
@@ -289,6 +293,115 @@ def test_a_killed_run_loses_no_more_than_since_its_snapshot(text, tmp_path):
     assert main(["train", "--resume", str(out)]) == 0
     assert [row["step"] for row in RunFolder.open(out).metrics()] == list(range(1, 201))
     assert main(["verify", str(out), "--from", "199"]) == 2  # no snapshot there
+
+
+def test_a_run_killed_before_its_first_step_goes_on(run, text, tmp_path, capsys):
+    out = tmp_path / "killed"
+    process = subprocess.Popen(
+        command("train", *TOY, "--data", text, "--threads", "1", "--out", out),
+        stdout=subprocess.DEVNULL,
+    )
+    while not (out / "snapshots" / "step-00000000").exists():
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    assert main(["verify", str(out)]) == 0
+    assert main(["report", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["train", "--resume", str(out)]) == 0
+    assert (out / "digests.json").read_bytes() == (run / "digests.json").read_bytes()
+    # Ended while the folder was made: nothing but the lock, and a folder as good as new.
+    shutil.rmtree(out)
+    out.mkdir()
+    (out / ".lock").touch()
+    assert main(["train", *TOY, "--data", str(text), "--out", str(out)]) == 0
+    # Ended before the first record: begun again.
+    (out / "digests.json").unlink()
+    shutil.rmtree(out / "snapshots")
+    assert main(["train", "--resume", str(out)]) == 0
+    assert (out / "digests.json").read_bytes() == (run / "digests.json").read_bytes()
+
+
+def test_patience_ends_a_resumed_run_where_it_ends_the_straight_one(text, tmp_path, capsys):
+    args = ["--data", text, "--preset", "tiny", "--batch", "2", "--seq-len", "16", "--warmup", "0"]
+    args += ["--steps", "200", "--eval-every", "2", "--eval-rows", "2", "--snapshot-every", "5"]
+    args += ["--lr", "0.1", "--patience", "3", "--threads", "1"]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert main([str(a) for a in ("train", *args, "--out", straight)]) == 0
+    out = capsys.readouterr().out
+    folder = RunFolder.open(straight)
+    losses = [row["val_loss"] for row in folder.metrics() if "val_loss" in row]
+    last = 2 * len(losses)
+    assert last < 100
+    assert losses.index(min(losses)) == len(losses) - 4
+    assert f"stopped early: --patience 3 ended after {last} steps" in out
+    assert (straight / "snapshots" / "best").read_text() == f"step-{last - 6:08}"
+    assert main(["verify", str(straight)]) == 0
+    assert "note" not in capsys.readouterr().out
+    assert main(["train", "--resume", str(straight)]) == 0
+    assert f"is complete: with --patience {last} steps are done" in capsys.readouterr().out
+
+    def forget(path, step):
+        """What a kill after `step` leaves, but for snapshots that were pruned."""
+        rows = [json.dumps(row) + "\n" for row in folder.metrics() if row["step"] <= step]
+        (path / "metrics.jsonl").write_text("".join(rows))
+        (path / "environment.json").unlink()
+        for snapshot in (path / "snapshots").glob("step-*"):
+            if int(snapshot.name[5:]) > step:
+                shutil.rmtree(snapshot)
+
+    kept = sorted(int(p.name[5:]) for p in (straight / "snapshots").glob("step-*"))
+    assert kept[0] == last - 6
+    for step in (*kept, kept[0] + 1, 1):
+        shutil.rmtree(stopped, ignore_errors=True)
+        shutil.copytree(straight, stopped)
+        forget(stopped, step)
+        assert main(["train", "--resume", str(stopped)]) == 0
+        assert (stopped / "digests.json").read_bytes() == (straight / "digests.json").read_bytes()
+        assert without_machine(RunFolder(stopped).metrics()) == without_machine(folder.metrics())
+
+
+def test_a_full_disk_ends_a_run_in_one_sentence_and_it_goes_on_later(run, text, tmp_path):
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    args = [*TOY, "--data", text, "--threads", "1", "--out"]
+    # Too little for the first snapshot, and for the moments of the second one.
+    for size, says in ((100_000, "step-00000000"), (1_000_000, "step-00000003")):
+        out = tmp_path / str(size)
+        done = subprocess.run(
+            command("train", *args, out), preexec_fn=limit, capture_output=True, text=True
+        )
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("afinar: error: the snapshot ")
+        assert f"{says} cannot be written (File too large)" in line
+        assert main(["train", "--resume", str(out)]) == 0
+        assert (out / "digests.json").read_bytes() == (run / "digests.json").read_bytes()
+
+
+def test_metrics_that_cannot_be_written_end_a_run_in_one_sentence(run, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "snapshots")
+    folder, calls = RunFolder.open(copy), []
+    with pytest.MonkeyPatch.context() as patch:
+        add = RunFolder.add_metrics
+
+        def full(self, row):
+            calls.append(row)
+            if len(calls) == 3:
+                (copy / "metrics.jsonl").unlink()
+                (copy / "metrics.jsonl").mkdir()
+            add(self, row)
+
+        patch.setattr(RunFolder, "add_metrics", full)
+        assert main(["train", "--resume", str(copy)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"afinar: error: {copy}/metrics.jsonl cannot be written (Is a directory)"
+    assert folder.settings().steps == 6
 
 
 def test_a_damaged_snapshot_is_passed_over_and_said_so(run, tmp_path, capsys):

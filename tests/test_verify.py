@@ -1,5 +1,6 @@
 """`afinar verify`: a run replays to its own digests, and every kind of tampering is found."""
 
+import hashlib
 import json
 import shutil
 
@@ -8,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from afinar.autograd import get_num_threads, set_num_threads
-from afinar.train import verify
+from afinar.train import MetricsTracker, verify
 from afinar.train.cli import main
 
 TOY = ["--preset", "tiny", "--lr", "3e-3", "--batch", "2", "--seq-len", "16", "--steps", "6"]
@@ -180,6 +181,118 @@ def test_a_run_of_a_changed_model_is_found(original, tmp_path, capsys):
     shutil.rmtree(base)
     assert main(["verify", str(tuned)]) == 2
     assert "is not a folder" in capsys.readouterr().err
+
+
+def test_weights_that_cannot_be_read_depart_and_missing_ones_are_bad_input(
+    original, tmp_path, capsys
+):
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    shutil.copytree(original / "run", base)
+    args = ["--model", base, "--data", original / "data.txt", "--out", tuned, "--steps", "1"]
+    args += ["--lora", "qv", "--batch", "2", "--seq-len", "16"]
+    assert main(["train", *map(str, args)]) == 0
+    whole = (base / "model.safetensors").read_bytes()
+    config = (base / "config.json").read_bytes()
+    for content in (whole[:-5], whole[:100], b"", b"x" * 100):
+        (base / "model.safetensors").write_bytes(content)
+        capsys.readouterr()
+        assert main(["verify", str(tuned)]) == 1
+        out = capsys.readouterr().out
+        assert f"DEPARTS: the model that it started from, {base}, cannot be read (" in out
+    (base / "model.safetensors").write_bytes(whole)
+    (base / "config.json").write_text("{")
+    assert main(["verify", str(tuned)]) == 1
+    (base / "config.json").write_bytes(config)
+    assert main(["verify", str(tuned)]) == 0
+    (base / "model.safetensors").unlink()
+    capsys.readouterr()
+    assert main(["verify", str(tuned)]) == 2
+    assert str(base) in capsys.readouterr().err
+    (base / "model.safetensors").write_bytes(whole)
+    (base / "config.json").unlink()
+    assert main(["verify", str(tuned)]) == 2
+
+
+# --- runs that were not done to their end ---
+
+
+def killed(run, step, *, model=False):
+    """What a kill after the row of `step` leaves of a run."""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:step]))
+    edit(
+        run / "digests.json", lambda d: d.update(steps=[r for r in d["steps"] if r["step"] < step])
+    )
+    for path in (run / "snapshots").glob("step-*"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+    if not model:
+        for name in ("environment.json", "model.safetensors", "config.json"):
+            (run / name).unlink()
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_a_killed_run_is_compared_as_far_as_it_went(run, step, capsys):
+    killed(run, step)
+    report = verify(run)
+    assert report.problems == []
+    assert (report.start, report.stop) == (0, step)
+    assert report.notes[0] == f"the run ended early: after step {step} of 6"
+    assert main(["verify", str(run)]) == 0
+    assert "note: the run ended early" in capsys.readouterr().out
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(lines[-1])
+    row["grad_norm"] += 1e-6
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(row)]) + "\n")
+    assert verify(run).problems[0].startswith(f"step {step}: grad_norm departs")
+
+
+def test_a_run_killed_before_it_wrote_its_model(run):
+    (run / "environment.json").unlink()
+    (run / "model.safetensors").unlink()
+    report = verify(run)
+    assert report.problems == []
+    assert report.notes == ["the run ended before it wrote its model: there is none to compare"]
+
+
+def test_a_resumed_run_that_was_killed_holds_the_model_of_its_first_end(run, tmp_path):
+    """The model is of step 3, where the run was stopped; it went on to step 5."""
+    killed(run, 5, model=True)
+    edit(run / "environment.json", lambda e: e["sessions"][0].update(steps=[1, 3]))
+    assert "the weights" in verify(run).problems[0]  # of step 6: neither of step 3 nor of 5
+    part = run / "snapshots" / "step-00000003" / "weights.safetensors"
+    weights = load_file(part)
+    save_file(weights, run / "model.safetensors", {"format": "pt"})
+    report = verify(run)
+    assert report.problems == []
+    assert report.notes == ["the run ended early: after step 5 of 6"]
+    assert verify(run, start=3).problems == []
+
+
+def test_a_record_cut_short_is_not_taken_for_a_killed_run(run):
+    killed(run, 5, model=True)
+    assert "the run went on to step 6; the record ends at 5" in verify(run).problems[0]
+
+
+def test_a_record_beyond_the_end_of_patience_is_found(run):
+    text = (run / "run.toml").read_text()
+    (run / "run.toml").write_text(text + "patience = 1\n")
+    edit(run / "digests.json", lambda d: d.update(settings=_settings_sha(run)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            MetricsTracker, "validations_since_best", property(lambda m: len(m.val_losses))
+        )
+        assert verify(run).problems == ["step 3: --patience ends the run here, the record goes on"]
+
+
+def test_a_changed_state_of_a_snapshot_is_found(run):
+    """Even with a hash that fits."""
+    path = run / "snapshots" / "step-00000003" / "state.json"
+    whole = json.loads(path.read_text())
+    whole["state"] = whole["state"].replace('"overflows_in_a_row": 0', '"overflows_in_a_row": 7')
+    whole["sha256"] = hashlib.sha256(whole["state"].encode()).hexdigest()
+    path.write_text(json.dumps(whole))
+    assert "step-00000003 departs in the state of the trainer" in verify(run).problems[0]
 
 
 def test_what_is_no_run_is_bad_input(tmp_path):
