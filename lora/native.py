@@ -14,12 +14,12 @@ import numpy as np
 
 from ..autograd import Tensor
 from ..autograd.backend import array_module
-from ..transformer.config import is_number
 from ..transformer.files import atomic_file, json_object
 from ..transformer.hf import check_finite
 from ..transformer.model import LanguageModel
 from ..transformer.module import check_names, check_shapes
 from ..transformer.safetensors_io import TensorFile, write_safetensors
+from ..transformer.values import is_number
 from .apply import apply_lora, lora_config, lora_modules, saved_modules
 from .config import LoRAConfig
 from .linear import Base, LoRALinear, base_shape

@@ -10,14 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..autograd import Tensor
 from ..autograd.backend import array_module
+from ..autograd.ops.gemm import widen
 from ..transformer.files import read_json
 from ..transformer.hf import check_finite
 from ..transformer.layers import Linear
 from ..transformer.model import LanguageModel
 from ..transformer.module import Module, check_names, check_shapes
 from ..transformer.safetensors_io import TensorFile
+from ..transformer.values import Rule, are_strings, check_fields, is_flag, is_number, is_whole
 from .apply import apply_lora, lora_modules, saved_modules, untie_head
 from .config import LoRAConfig
 from .linear import base_shape
@@ -77,6 +81,27 @@ _HARMLESS = {
 }
 
 
+# What the fields that are read must hold.
+_RULES: tuple[Rule, ...] = (
+    (("r",), lambda value: is_whole(value) and value > 0, "a whole number above 0"),
+    (("lora_alpha",), lambda value: is_number(value) and value > 0, "a number above 0"),
+    (("lora_dropout",), is_number, "a number"),
+    (("use_rslora", "use_dora", "ensure_weight_tying"), is_flag, "true or false"),
+    (("modules_to_save",), are_strings, "a list of strings"),
+    (
+        ("target_modules", "exclude_modules", "layers_pattern"),
+        lambda value: isinstance(value, str) or are_strings(value),
+        "a string or a list of strings",
+    ),
+    (
+        ("layers_to_transform",),
+        lambda value: is_whole(value) or (isinstance(value, list) and all(map(is_whole, value))),
+        "a number of a layer or a list of them",
+    ),
+    (("rank_pattern", "alpha_pattern"), lambda value: isinstance(value, dict), "an object"),
+)
+
+
 def load_adapter_peft(model: LanguageModel, folder: str | os.PathLike[str]) -> LoRAConfig:
     """Put the PEFT adapter in `folder` onto a plain model, trainable; returns its config.
 
@@ -86,12 +111,19 @@ def load_adapter_peft(model: LanguageModel, folder: str | os.PathLike[str]) -> L
     whole unties them.
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"load_adapter_peft: {folder} is not a folder")
     _refuse_other_formats(folder)
     values = read_json(folder / CONFIG)
     refuse_mlx(folder / CONFIG, values)
+    check_fields(folder / CONFIG, values, _RULES)
     _refuse_unsupported(folder / CONFIG, values)
     arrays = _read_arrays(folder / WEIGHTS)
-    config = _config_in(model, folder / CONFIG, values, arrays)
+    _drop_copies(model, folder / WEIGHTS, values, arrays)
+    try:
+        config = _config_in(model, folder / CONFIG, values, arrays)
+    except re.error as error:
+        raise ValueError(f"{folder / CONFIG}: {error.pattern!r} is no pattern ({error})") from None
     wanted = _wanted_shapes(model, config)
     check_names(f"load_adapter_peft {folder}", wanted, arrays)
     check_shapes(f"load_adapter_peft {folder}", wanted, {k: a.shape for k, a in arrays.items()})
@@ -170,6 +202,25 @@ def _read_arrays(path: Path) -> dict[str, Any]:
     return arrays
 
 
+def _drop_copies(
+    model: LanguageModel, path: Path, values: Mapping[str, Any], arrays: dict[str, Any]
+) -> None:
+    """Take out the copies of base weights that PEFT saves beside adapters of a head or embedding.
+
+    ValueError if one is not what the model has: the adapter was then made for another base.
+    """
+    saved = values.get("modules_to_save") or []
+    for own, p in model._walk():
+        module, _, leaf = own.rpartition(".")
+        name = peft_name(model, module)
+        plain = not any(name.endswith(ending) for ending in saved)
+        for key in (f"{name}.base_layer.{leaf}", *([f"{name}.{leaf}"] if plain else ())):
+            if key in arrays:
+                base = flipped(model, module, Tensor(widen(p.data)).numpy())
+                if not np.array_equal(arrays.pop(key), base):
+                    raise ValueError(f"{path}: {key} is another base's: this model's differs")
+
+
 _FACTOR = re.compile(r"(.*)\.(lora_A|lora_B|lora_magnitude_vector)$")
 
 
@@ -191,17 +242,20 @@ def _config_in(
         {k: v for k, v in (values.get(f"{kind}_pattern") or {}).items() if _used(k, adapted)}
         for kind in ("rank", "alpha")
     )
-    full = LoRAConfig(
-        r=values.get("r", 8),
-        alpha=values.get("lora_alpha", 8),
-        dropout=values.get("lora_dropout", 0.0),
-        targets=[own[n] for n in adapted],
-        use_rslora=bool(values.get("use_rslora")),
-        use_dora=bool(values.get("use_dora")),
-        rank_pattern=rank,
-        alpha_pattern=alpha,
-        modules_to_save=[m for n, m in own.items() if n in saved] or None,
-    )
+    try:
+        full = LoRAConfig(
+            r=values.get("r", 8),
+            alpha=values.get("lora_alpha", 8),
+            dropout=values.get("lora_dropout", 0.0),
+            targets=[own[n] for n in adapted],
+            use_rslora=bool(values.get("use_rslora")),
+            use_dora=bool(values.get("use_dora")),
+            rank_pattern=rank,
+            alpha_pattern=alpha,
+            modules_to_save=[m for n, m in own.items() if n in saved] or None,
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     layers = values.get("layers_to_transform")
     short = replace(
         full,

@@ -294,6 +294,179 @@ def test_the_rules_for_targets_are_pefts(targets, tmp_path):
     assert {n for n, _ in lora_modules(fresh)} == expected
 
 
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+RULES = {
+    "exclude a list": {"target_modules": ATTENTION, "exclude_modules": ["k_proj", "o_proj"]},
+    "exclude whole names": {
+        "target_modules": ATTENTION,
+        "exclude_modules": ["model.layers.0.self_attn.q_proj"],
+    },
+    "exclude an expression": {
+        "target_modules": ATTENTION,
+        "exclude_modules": r".*layers\.1\..*[kv]_proj",
+    },
+    "all but": {"target_modules": "all-linear", "exclude_modules": ["down_proj"]},
+    "a layer": {"target_modules": ATTENTION, "layers_to_transform": 1},
+    "layers by pattern": {
+        "target_modules": ["q_proj", "up_proj"],
+        "layers_to_transform": [0],
+        "layers_pattern": "layers",
+    },
+    "layers by patterns": {
+        "target_modules": ["q_proj", "up_proj"],
+        "layers_to_transform": [1],
+        "layers_pattern": ["blocks", "layers"],
+    },
+    "patterns": {
+        "target_modules": ["q_proj", "v_proj", "up_proj"],
+        "rank_pattern": {r".*\.mlp\..*": 3, "^model.layers.0.self_attn.q_proj": 5, "v_proj": 1},
+        "alpha_pattern": {r"layers\.\d\.self_attn\.[qv]_proj": 7},
+    },
+    "patterns, first wins": {
+        "target_modules": ["q_proj"],
+        "rank_pattern": {"layers.0.self_attn.q_proj": 3, "q_proj": 4},
+        "use_rslora": True,
+    },
+    "trained whole": {
+        "target_modules": "all-linear",
+        "modules_to_save": ["down_proj", "embed_tokens"],
+    },
+    "head": {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
+    "gaussian": {"target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
+}
+GPT2_RULES = {
+    "all-linear": {"target_modules": "all-linear", "use_dora": True},
+    "an expression": {"target_modules": r".*\.h\.1\..*\.c_(attn|proj)"},
+    "layers by pattern": {
+        "target_modules": ["c_attn", "c_fc"],
+        "layers_to_transform": [1],
+        "layers_pattern": "h",
+    },
+    "patterns": {"target_modules": ["c_attn", "c_proj"], "rank_pattern": {r".*\.mlp\..*": 3}},
+    "trained whole": {"target_modules": ["c_attn"], "modules_to_save": ["wpe", "mlp.c_fc"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "rule", "dtype"),
+    [
+        *(("llama", rule, "float32") for rule in RULES),
+        *(("gpt2", rule, "float32") for rule in GPT2_RULES),
+        *(
+            (family, rule, dtype)
+            for family in ("llama", "gpt2")
+            for rule in ("patterns", "trained whole")
+            for dtype in ("bfloat16", "float16")
+        ),
+    ],
+)
+def test_more_rules_of_pefts_configs(family, rule, dtype, tmp_path):
+    options = (RULES if family == "llama" else GPT2_RULES)[rule]
+    ours, theirs = models(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = peft.LoraConfig(
+            r=2, lora_alpha=4, fan_in_fan_out=family == "gpt2", task_type="CAUSAL_LM", **options
+        )
+        wrapped = peft.get_peft_model(theirs, config)
+    trained = [p for p in wrapped.parameters() if p.requires_grad]
+    randomise(trained)
+    with torch.no_grad():
+        for p in trained:  # values that 16 bits hold
+            p.copy_(p.to(getattr(torch, dtype)).float())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped.save_pretrained(tmp_path)
+    if dtype != "float32":
+        from safetensors.torch import load_file, save_file
+
+        path = tmp_path / "adapter_model.safetensors"
+        short = {k: a.to(getattr(torch, dtype)) for k, a in load_file(path).items()}
+        save_file(short, path)
+    load_adapter_peft(ours, tmp_path)
+    mine, reference = our_tensors(ours), their_tensors(wrapped)
+    assert mine.keys() == reference.keys()
+    assert np.abs(their_logits(wrapped) - our_logits(ours)).max() < 1e-4
+
+    # And what we write of it, PEFT reads.
+    save_adapter_peft(ours, tmp_path / "ours")
+    _, fresh = models(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = peft.PeftModel.from_pretrained(fresh, tmp_path / "ours")
+    assert np.abs(their_logits(again) - our_logits(ours)).max() < 1e-4
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_trained_biases_are_refused(bias, tmp_path):
+    ours, theirs = models("qwen2")
+    wrapped = peft.get_peft_model(theirs, peft.LoraConfig(target_modules=["q_proj"], bias=bias))
+    wrapped.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"bias = '{bias}' changes the maths"):
+        load_adapter_peft(ours, tmp_path)
+    assert not lora_modules(ours)
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_pissa_starts_from_pefts_factors(use_rslora):
+    """Singular vectors have a sign of their own; the product of the factors has none."""
+    ours, theirs = models("llama")
+    before = our_logits(ours)
+    options = {"r": 4, "use_rslora": use_rslora}
+    config = LoRAConfig(alpha=8, targets=("q_proj",), init="pissa", **options)
+    apply_lora(ours, config)
+    wrapped = peft.get_peft_model(
+        theirs,
+        peft.LoraConfig(
+            lora_alpha=8, target_modules=["q_proj"], init_lora_weights="pissa", **options
+        ),
+    )
+    state = dict(wrapped.named_parameters())
+    for name, m in lora_modules(ours):
+        path = f"base_model.model.{name}"
+        a = state[f"{path}.lora_A.default.weight"].detach().numpy()
+        b = state[f"{path}.lora_B.default.weight"].detach().numpy()
+        np.testing.assert_allclose(m.b[0].numpy() @ m.a[0].numpy(), b @ a, atol=1e-5)
+        np.testing.assert_allclose(np.abs(m.a[0].numpy()), np.abs(a), atol=1e-4)
+        np.testing.assert_allclose(np.abs(m.b[0].numpy()), np.abs(b), atol=1e-4)
+        base = state[f"{path}.base_layer.weight"].detach().numpy()
+        np.testing.assert_allclose(m.base.weight.numpy(), base, atol=1e-5)
+    assert np.abs(our_logits(ours) - before).max() < 1e-4
+    assert np.abs(their_logits(wrapped) - before).max() < 1e-4
+
+
+def test_lora_plus_is_pefts():
+    """Five steps with its optimizer, which gives B's a rate of their own."""
+    from peft.optimizers import create_loraplus_optimizer
+
+    ours, theirs = models("llama")
+    apply_lora(ours, LoRAConfig(r=4, alpha=8, targets=("q_proj", "v_proj")))
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    wrapped = peft.get_peft_model(theirs, config)
+    mine, reference = our_tensors(ours), their_tensors(wrapped)
+    randomise(adapter_params(ours))
+    with torch.no_grad():
+        for name, p in reference.items():
+            p.copy_(torch.tensor(mine[name].numpy()))
+    optimizer = AdamW(lora_param_groups(ours, lr=1e-3, lora_plus_ratio=16.0), lr=1e-3)
+    torch_optimizer = create_loraplus_optimizer(
+        wrapped, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0, loraplus_weight_decay=0.0
+    )
+    for step in range(5):
+        x, y = ids(step), ids(step + 100)
+        ours.loss(x, y, ignore_index=-100).backward()
+        logits = wrapped(torch.tensor(x)).logits
+        flat = logits.reshape(-1, V), torch.tensor(y).reshape(-1)
+        torch.nn.functional.cross_entropy(*flat).backward()
+        for o in (optimizer, torch_optimizer):
+            o.step()
+            o.zero_grad()
+    for name, p in reference.items():
+        np.testing.assert_allclose(
+            mine[name].numpy(), p.detach().numpy(), rtol=1e-3, atol=2e-4, err_msg=name
+        )
+
+
 def test_adapter_names_and_old_keys(tmp_path):
     """A second adapter lies in its own folder; old files keep names inside the keys."""
     ours, theirs = models("llama")

@@ -1,6 +1,7 @@
 """Reading PEFT folders without PEFT: names, rules, and what is refused by name."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -291,3 +292,82 @@ def test_pefts_other_rules_for_targets(changes, expected, tmp_path):
     load_adapter_peft(model, folder)
     assert {n for n, _ in lora_modules(model)} == set(names)
     assert np.array_equal(logits(model), logits(source))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("r", "8"),
+        ("r", 2.5),
+        ("lora_alpha", None),
+        ("lora_alpha", [16]),
+        ("lora_dropout", "0.1"),
+        ("use_dora", "yes"),
+        ("target_modules", 3),
+        ("target_modules", ["q_proj", 3]),
+        ("target_modules", "(q_proj"),
+        ("exclude_modules", "[a"),
+        ("layers_to_transform", "1"),
+        ("layers_to_transform", [1.5]),
+        ("layers_pattern", 3),
+        ("rank_pattern", ["q_proj"]),
+        ("rank_pattern", {"(": 2}),
+        ("rank_pattern", {"q_proj": "2"}),
+        ("modules_to_save", "lm_head"),
+        ("peft_type", None),
+    ],
+)
+def test_values_of_the_wrong_type_name_file_and_field(field, value, tmp_path):
+    folder = folder_of(llama(), LoRAConfig(r=2, alpha=3), tmp_path)
+    edit_config(folder, **{field: value})
+    model = llama()
+    with pytest.raises(ValueError, match=r"adapter_config\.json: ") as error:
+        load_adapter_peft(model, folder)
+    assert re.search(f"{field}|{field[5:]}|no pattern|rank q_proj", str(error.value))
+    assert not lora_modules(model)
+
+
+def test_folders_that_hold_no_adapter(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a folder"):
+        load_adapter_peft(llama(), tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"adapter_config.json: no such file"):
+        load_adapter_peft(llama(), tmp_path)
+    folder = folder_of(llama(), LoRAConfig(r=2), tmp_path)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"adapter_model.safetensors: no such file"):
+        load_adapter_peft(llama(), folder)
+
+
+def test_factors_that_are_not_finite_are_named(tmp_path):
+    source = llama()
+    apply_lora(source, LoRAConfig(r=2))
+    lora_modules(source)[0][1].a[0].data[1, 2] = np.inf
+    save_adapter_peft(source, tmp_path)
+    model = llama()
+    with pytest.raises(ValueError, match=r"layers\.0.*q_proj\.lora_A\.weight' at index 10"):
+        load_adapter_peft(model, tmp_path)
+    assert not lora_modules(model)
+
+
+def test_copies_of_the_base_beside_the_factors(tmp_path):
+    """PEFT saves the frozen matrix of a head or an embedding that an adapter names."""
+    folder = folder_of(llama(), LoRAConfig(r=2, targets=("lm_head",)), tmp_path)
+    path = folder / "adapter_model.safetensors"
+    file = TensorFile(path)
+    factors = {n: file.read(n) for n in file.entries}
+    head = llama().lm_head.weight.data
+    table = llama().model.embed_tokens.weight.data
+    copies = {
+        "base_model.model.lm_head.base_layer.weight": head,
+        "base_model.model.model.embed_tokens.weight": table,
+    }
+    write_safetensors(path, factors | copies)
+    load_adapter_peft(model := llama(), folder)
+    assert [n for n, _ in lora_modules(model)] == ["lm_head"]
+    for name, a in copies.items():
+        for changed in (a + 1, a[:-1]):
+            write_safetensors(path, factors | copies | {name: changed})
+            model = llama()
+            with pytest.raises(ValueError, match="is another base's"):
+                load_adapter_peft(model, folder)
+            assert not lora_modules(model)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from numbers import Real
-from typing import Any, TypeGuard
+from typing import Any
+
+from .values import is_number
 
 # What the fields of an APR file cannot say; they get keys of their own there.
 APR_EXTRA = (
@@ -387,13 +387,6 @@ def check_rope_scaling(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
     if kind == "llama3" and not given["high_freq_factor"] > given["low_freq_factor"]:
         _refuse("rope_scaling", dict(scaling), "high_freq_factor above low_freq_factor")
     return None if kind == "default" else {"rope_type": kind, **{k: given[k] for k in need}}
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value, of JSON say, is a finite number."""
-    if isinstance(value, int):
-        return not isinstance(value, bool) and value.bit_length() < 1024
-    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _positive(name: str, value: Any) -> None:

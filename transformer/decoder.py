@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor, attention, gelu, rope, rope_table
-from .config import is_number
 from .dropout import call_scope, dropped, site_key
 from .init import init_weights
 from .inputs import check_ids, check_positions
 from .layers import Embedding, LayerNorm, Linear
 from .model import LanguageModel
 from .module import Module
+from .values import is_number, is_whole
 
 PAD = 0  # the target that is never counted
 ROPE_THETA = 10000.0
@@ -51,8 +51,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for name in ("vocab", "n_layer", "n_head", "d_model", "block", "d_ff"):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not (whole and value > 0) and (name, value) != ("d_ff", None):
+            if not (is_whole(value) and value > 0) and (name, value) != ("d_ff", None):
                 raise ValueError(f"DecoderConfig: {name} must be positive and whole, not {value!r}")
         if not (is_number(self.eps) and 0 < self.eps < 1):
             raise ValueError(f"DecoderConfig: eps must be between 0 and 1, not {self.eps!r}")

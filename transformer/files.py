@@ -20,6 +20,8 @@ def refuse_lfs_pointer(path: Path, start: bytes) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError, naming the file, if it holds anything else."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
     return json_object(path, path.read_bytes())
 
 

@@ -9,17 +9,16 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from numbers import Integral
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..autograd import Tensor, no_grad, softmax
 from ..autograd.random import make_key, raw_words
-from .config import is_number
 from .decode import DecodeStep, can_decode
 from .llama import Transformer
 from .model import LanguageModel
+from .values import is_number, is_whole
 
 
 class KVCache:
@@ -58,9 +57,9 @@ class Options:
         n, k, p = self.max_new_tokens, self.top_k, self.top_p
         t, penalty = self.temperature, self.repetition_penalty
         for name, good, need in (
-            ("max_new_tokens", _whole(n) and n >= 0, "a whole number, 0 or more"),
+            ("max_new_tokens", is_whole(n) and n >= 0, "a whole number, 0 or more"),
             ("temperature", is_number(t) and 0 <= float(t) <= _MOST, f"a number from 0 to {_MOST}"),
-            ("top_k", k is None or (_whole(k) and k >= 1), "a whole number, 1 or more"),
+            ("top_k", k is None or (is_whole(k) and k >= 1), "a whole number, 1 or more"),
             ("top_p", p is None or (is_number(p) and 0 < p <= 1), "above 0 and at most 1"),
             (
                 "repetition_penalty",
@@ -68,7 +67,7 @@ class Options:
                 f"a number from {1 / _MOST} to {_MOST}",
             ),
             ("stop", _is_stop(self.stop), "a list of ids and of runs of ids, none empty"),
-            ("seed", _whole(self.seed), "a whole number"),
+            ("seed", is_whole(self.seed), "a whole number"),
         ):
             if not good:
                 raise ValueError(f"generate: {name} is {getattr(self, name)!r}; needed: {need}")
@@ -81,16 +80,12 @@ class Options:
         return [[int(i) for i in np.ravel(s)] for s in (() if self.stop is None else self.stop)]
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _is_stop(stop: Any) -> bool:
     if stop is None:
         return True
     kinds = (list, tuple, np.ndarray)
     return isinstance(stop, kinds) and all(
-        _whole(s) or (isinstance(s, kinds) and len(s) > 0 and all(map(_whole, s))) for s in stop
+        is_whole(s) or (isinstance(s, kinds) and len(s) > 0 and all(map(is_whole, s))) for s in stop
     )
 
 
@@ -250,7 +245,7 @@ def _rows(ids: Any, vocab_size: int) -> tuple[list[list[int]], bool]:
         raise ValueError("generate: at least one sequence, and an id in each, is needed")
     for row in rows:
         for i in row:
-            if not _whole(i):
+            if not is_whole(i):
                 raise TypeError(f"generate: ids are whole numbers, given {i!r}")
             if not 0 <= i < vocab_size:
                 raise ValueError(

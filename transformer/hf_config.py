@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .config import TransformerConfig, check_rope_scaling, is_number
+from .config import TransformerConfig, check_rope_scaling
 from .decoder import DecoderConfig
+from .values import Rule, are_strings, check_fields, is_flag, is_number, is_whole
 
 Config = TransformerConfig | DecoderConfig
 
@@ -58,19 +59,38 @@ _GPT2_NEUTRAL = {
 _GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 # What the fields that are read must hold, unless they are null, which mostly counts as absent.
-_WHOLE = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"),
-    *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
-    *("n_embd", "n_inner", "n_head", "n_layer", "n_positions", "n_ctx", "sliding_window"),
+_RULES: tuple[Rule, ...] = (
+    (
+        (
+            *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"),
+            *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
+            *("n_embd", "n_inner", "n_head", "n_layer", "n_positions", "n_ctx", "sliding_window"),
+        ),
+        lambda value: is_whole(value) and value > 0,
+        "a positive whole number",
+    ),
+    (("max_window_layers",), lambda value: is_whole(value) and value >= 0, "a whole number"),
+    (
+        (
+            *("rms_norm_eps", "layer_norm_epsilon", "rope_theta"),
+            *("embd_pdrop", "attn_pdrop", "resid_pdrop"),
+        ),
+        is_number,
+        "a number",
+    ),
+    (
+        ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"),
+        is_flag,
+        "true or false",
+    ),
+    (("model_type", "activation_function"), lambda value: isinstance(value, str), "a string"),
+    (("architectures", "layer_types"), are_strings, "a list of strings"),
+    (
+        ("rope_scaling", "rope_parameters"),
+        lambda value: isinstance(value, Mapping),
+        "an object",
+    ),
 )
-_REAL = (
-    *("rms_norm_eps", "layer_norm_epsilon", "rope_theta"),
-    *("embd_pdrop", "attn_pdrop", "resid_pdrop"),
-)
-_FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
-_TEXT = ("model_type", "activation_function")
-_LISTS = ("architectures", "layer_types")
-_OBJECTS = ("rope_scaling", "rope_parameters")
 
 # What a class of transformers takes where config.json is silent (an absent key is not a null).
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
@@ -82,7 +102,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
 
     ValueError names an architecture or a field that our models cannot follow.
     """
-    _check_types(hf)
+    check_fields("config.json", hf, _RULES)
     kind = hf.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(
@@ -96,27 +116,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
                 f"for {kind} it must be {ARCHITECTURES[kind]!r}"
             )
     return _gpt2(hf) if kind == "gpt2" else _llama(hf, kind)
-
-
-def _check_types(hf: Mapping[str, Any]) -> None:
-    def whole(value: Any) -> bool:
-        return isinstance(value, int) and is_number(value) and value > 0
-
-    def strings(value: Any) -> bool:
-        return isinstance(value, list) and all(isinstance(v, str) for v in value)
-
-    for names, good, need in (
-        (_WHOLE, whole, "a positive whole number"),
-        (_REAL, is_number, "a number"),
-        (_FLAGS, lambda value: isinstance(value, bool), "true or false"),
-        (_TEXT, lambda value: isinstance(value, str), "a string"),
-        (_LISTS, strings, "a list of strings"),
-        (_OBJECTS, lambda value: isinstance(value, Mapping), "an object"),
-        (("max_window_layers",), lambda value: value == 0 or whole(value), "a whole number"),
-    ):
-        for name in names:
-            if hf.get(name) is not None and not good(hf[name]):
-                raise ValueError(f"config.json: {name} is {hf[name]!r}; needed: {need}")
 
 
 def _llama(hf: Mapping[str, Any], kind: str) -> TransformerConfig:
