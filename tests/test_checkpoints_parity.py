@@ -109,9 +109,13 @@ def test_logits_and_the_way_back(pair, tmp_path):
     np.testing.assert_array_equal(logits_of(again.eval()), logits_of(theirs))
     # Without what was kept of the config that came in, ours alone must describe the model.
     ours.source = None
-    save_pretrained(ours, tmp_path)
-    again = type(theirs).from_pretrained(tmp_path).eval()
-    np.testing.assert_array_equal(logits_of(again), logits_of(theirs))
+    save_pretrained(ours, tmp_path, max_shard_size="8KB")
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
+    assert not (tmp_path / "model.safetensors").exists()
+    again, report = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    np.testing.assert_array_equal(logits_of(again.eval()), logits_of(theirs))
 
 
 def test_version_4_of_the_config(pair, tmp_path):
