@@ -536,6 +536,9 @@ def test_adapted_and_merged_model_score_the_same(adapted, run, text, tmp_path, c
     assert main(args) == 0
     assert "merged the adapters of 4 modules" in capsys.readouterr().out
     assert "exists already" in error(capsys, *args)
+    args[4], args[6] = str(tmp_path / "nofolder"), str(tmp_path / "other")
+    assert "nofolder holds no adapter_config.json" in error(capsys, *args)
+    assert not (tmp_path / "other").exists()
     losses = []
     for model in ([run], [run, "--adapter", adapted], [adapted], [merged]):
         call = ["eval", "--data", text, "--seq-len", "16", "--rows", "8", "--model", *model]

@@ -1,6 +1,7 @@
 """The trainer does what its config says; expected values come from the equations it states."""
 
 import ctypes
+import dataclasses
 import gc
 import itertools
 import math
@@ -604,6 +605,33 @@ def test_wrong_settings_are_refused(wrong):
         config(**wrong)
 
 
+CHOICES = {"precision_config": "fp32", "checkpoint_config": "none", "device": "cpu"}
+MAY_BE_NONE = ("max_steps", "max_grad_norm", "save_interval", "checkpoint_dir", "distributed")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [f.name for f in dataclasses.fields(TransformerTrainConfig) if f.name != "model_config"],
+)
+def test_a_value_of_the_wrong_kind_is_named_with_what_is_needed(field):
+    wrong = [math.nan, [1], {}, -1.0, np.zeros(2), object()]
+    wrong += [None] if field not in MAY_BE_NONE and not field.startswith("lora_") else []
+    wrong += [] if field == "checkpoint_dir" else ["nonsense"]
+    wrong += [] if field in ("deterministic", "lora_train_norms") or "quanti" in field else [True]
+    for value in wrong:
+        with pytest.raises(
+            ValueError, match=rf"^({field} must be |precision:|checkpointing:)"
+        ) as e:
+            config(**{field: value})
+        assert repr(value) in str(e.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    c = config(max_steps=np.int64(3), lr=np.float32(0.5), accumulation_steps=np.uint8(2))
+    assert c == config(max_steps=3, lr=0.5, accumulation_steps=2)
+    assert [type(v) for v in (c.max_steps, c.lr)] == [int, float]
+
+
 def test_a_model_config_is_needed():
     with pytest.raises(TypeError, match="model_config must be"):
         TransformerTrainer(config(model_config=None))
@@ -704,8 +732,18 @@ def test_from_sequences():
         LMBatch(np.zeros((2, 3), int), np.zeros((2, 2), int))
     with pytest.raises(ValueError, match="lengths"):
         LMBatch(np.zeros((2, 3), int), np.zeros((2, 3), int), np.array([4, 1]))
-    with pytest.raises(TypeError, match="integers"):
+    with pytest.raises(TypeError, match="inputs must be integers, given float64"):
         LMBatch(np.zeros((2, 3)), np.zeros((2, 3), int))
+    with pytest.raises(ValueError, match="inputs must be rows of one length"):
+        LMBatch([[1, 2], [3]], [[1, 2], [3]])
+    with pytest.raises(TypeError, match=r"targets must be integers, given object \[\[None\]\]"):
+        LMBatch([[1]], [[None]])
+    with pytest.raises(TypeError, match=r"tokens must be integers, given <U1 \['a'\]"):
+        LMBatch.from_sequences([[1, 2], ["a"]], 0, 1)
+    with pytest.raises(ValueError, match="must be a list of integers, given 1"):
+        LMBatch.from_sequences([1, 2], 0, 1)
+    with pytest.raises(ValueError, match="eos_id must be a whole number of at least 0, given None"):
+        LMBatch.from_sequences([[1, 2], [3]], 0, None)
 
 
 def test_metrics():

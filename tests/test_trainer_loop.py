@@ -1,5 +1,6 @@
 """`fit` with callbacks that act, and `PretrainLoop` with its gates."""
 
+import dataclasses
 import json
 import math
 
@@ -404,6 +405,7 @@ def test_an_exception_in_a_callback_still_ends_the_others(tmp_path):
 
 def pretrain(**changes):
     fields = {"total_steps": 10, "steps_per_epoch": 4, "warmup_steps": 2, "lr_max": 1e-2}
+    fields |= {"batch_size": 2, "seq_length": 8}
     return PretrainConfig(**{**fields, **changes})
 
 
@@ -413,6 +415,49 @@ def test_pretrain_defaults():
     assert (c.batch_size, c.seq_length, c.target_val_loss, c.num_epochs) == (16, 1024, 2.2, 10)
     with pytest.raises(ValueError, match="steps_per_epoch"):
         PretrainConfig(steps_per_epoch=0)
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(PretrainConfig)])
+def test_pretrain_settings_of_the_wrong_kind_are_named(field):
+    for value in (math.nan, "a", [1], -1.0, True):
+        with pytest.raises(ValueError, match=f"^{field} must be ") as error:
+            PretrainConfig(**{field: value})
+        assert repr(value) in str(error.value)
+
+
+def test_what_contradicts_the_trainer_or_the_data_is_refused():
+    def loop(config, data=batch, **changes):
+        return PretrainLoop(config, trainer(**changes), data, [batch(99)])
+
+    loop(pretrain(seed=1, grad_clip=None), seed=1, max_grad_norm=None)
+    for wrong, changes, says in (
+        ({"seed": 1}, {}, "seed is 1 and the trainer's seed is 42"),
+        ({"grad_clip": 2.0}, {}, "grad_clip is 2.0 and the trainer's max_grad_norm is 1.0"),
+        ({"weight_decay": 0.0}, {}, "weight_decay is 0.0 and the trainer's weight_decay is 0.01"),
+        ({}, {"max_steps": 11}, "total_steps makes 12 steps, the trainer's max_steps is 11"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            loop(pretrain(**wrong), **changes)
+    for wrong in ({"batch_size": 3}, {"seq_length": 7}):
+        with pytest.raises(ValueError, match="batch 0 has 2 sequences of 8 tokens; batch_size is"):
+            loop(pretrain(**wrong)).run()
+
+    def exhausted(i):
+        raise ValueError("no more data")
+
+    with pytest.raises(ValueError, match="no more data"):  # which is no divergence
+        loop(pretrain(), exhausted).run()
+
+
+def test_the_result_says_whether_the_target_was_reached():
+    far, near = (
+        PretrainLoop(pretrain(target_val_loss=t), trainer(), batch, [batch(99)]).run()
+        for t in (0.1, 9.0)
+    )
+    assert (far.status, far.reached_target) == (RunStatus.OK, False)
+    best = min(e.val_loss for e in far.epochs)
+    assert far.message == f"the best validation loss, {best:.4f}, is above the target 0.1"
+    assert (near.status, near.reached_target, near.message) == (RunStatus.OK, True, "")
 
 
 def test_epochs_have_full_length_and_leave_files(tmp_path):

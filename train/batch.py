@@ -10,7 +10,32 @@ from typing import Any
 
 import numpy as np
 
+from .checks import whole
+
 IGNORED = -100  # a target that does not count
+
+
+def _integers(name: str, value: Any, ndim: int | None = None) -> np.ndarray:
+    """`value` as an array of integers."""
+    try:
+        a = np.asarray(value)
+    except ValueError:
+        raise ValueError(
+            f"LMBatch: {name} must be rows of one length; LMBatch.from_sequences pads rows that "
+            "differ"
+        ) from None
+    if not a.size and value is not None:  # an empty list has no type of its own
+        a = a.astype(np.int64)
+    if a.dtype.kind not in "iu":
+        raise TypeError(f"LMBatch: {name} must be integers, given {a.dtype} {_short(value)}")
+    if ndim is not None and a.ndim != ndim:
+        raise ValueError(f"LMBatch: {name} must be a list of integers, given {_short(value)}")
+    return a
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) < 60 else f"{text[:57]}..."
 
 
 @dataclass
@@ -30,12 +55,8 @@ class LMBatch:
     def __post_init__(self) -> None:
         for name in ("inputs", "targets", "lengths", "positions", "segments"):
             value = getattr(self, name)
-            if value is None and name not in ("inputs", "targets"):
-                continue
-            value = np.asarray(value)
-            if value.dtype.kind not in "iu" and value.size:
-                raise TypeError(f"LMBatch: {name} are integers, given {value.dtype}")
-            setattr(self, name, value)
+            if value is not None or name in ("inputs", "targets"):
+                setattr(self, name, _integers(name, value))
         if self.inputs.ndim != 2:
             raise ValueError(f"LMBatch: inputs must be (B, T), given {self.inputs.shape}")
         for name in ("targets", "positions", "segments"):
@@ -64,8 +85,11 @@ class LMBatch:
         >>> batch.counted_targets.tolist()
         [[6, 7, 2], [2, -100, -100]]
         """
-        lengths = np.array([len(s) for s in seqs], np.int64)
-        if not len(seqs):
+        whole("LMBatch: pad_id", pad_id, 0)
+        whole("LMBatch: eos_id", eos_id, 0)
+        rows = [_integers("a sequence's tokens", seq, 1) for seq in seqs]
+        lengths = np.array([len(row) for row in rows], np.int64)
+        if not rows:
             return cls(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
         if lengths.min() == lengths.max():
             if lengths[0] < 2:
@@ -73,14 +97,14 @@ class LMBatch:
                     f"LMBatch: sequences of {lengths[0]} tokens have nothing to predict; "
                     "two are needed"
                 )
-            tokens = np.array([list(s) for s in seqs])
+            tokens = np.stack(rows)
             return cls(tokens[:, :-1], tokens[:, 1:])
-        inputs = np.full((len(seqs), lengths.max()), pad_id, np.int64)
+        inputs = np.full((len(rows), lengths.max()), pad_id, np.int64)
         targets = inputs.copy()
-        for b, seq in enumerate(seqs):
-            n = len(seq)
-            inputs[b, :n] = seq
-            targets[b, :n] = [*seq[1:], eos_id][:n]
+        for b, row in enumerate(rows):
+            n = len(row)
+            inputs[b, :n] = row
+            targets[b, :n] = [*row[1:], eos_id][:n]
         return cls(inputs, targets, lengths)
 
     @classmethod

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .checks import number, whole
 from .lock import Lock
 
 log = logging.getLogger("afinar.train")
@@ -138,20 +139,11 @@ class CallbackList:
             )
 
 
-def whole(what: str, name: str, value: Any, least: int = 1) -> int:
-    """`value`, if it is a whole number of at least `least`; else ValueError."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(
-            f"{what}: {name} must be a whole number of at least {least}, given {value!r}"
-        )
-    return value
-
-
 class Progress(Callback):
     """A line every `every` steps, through `write` (by default the logger "afinar.train")."""
 
     def __init__(self, every: int = 10, write: Callable[[str], Any] = log.info):
-        self.every, self.write = whole("Progress", "every", every), write
+        self.every, self.write = whole("Progress: every", every, 1), write
 
     def on_step_end(self, context: CallbackContext) -> None:
         c = context
@@ -180,12 +172,10 @@ class EarlyStopping(Callback):
         monitor_validation: bool = True,
         restore_best: bool = False,
     ):
-        self.patience = whole("EarlyStopping", "patience", patience)
-        if not (isinstance(min_delta, int | float) and 0 <= min_delta < math.inf):
-            raise ValueError(
-                f"EarlyStopping: min_delta must be a number of at least 0, given {min_delta!r}"
-            )
-        self.min_delta = min_delta
+        self.patience = whole("EarlyStopping: patience", patience, 1)
+        self.min_delta = number(
+            "EarlyStopping: min_delta", min_delta, "of at least 0", lambda x: 0 <= x < math.inf
+        )
         self.monitor_validation, self.restore_best = monitor_validation, restore_best
         self._forget()
 
@@ -239,8 +229,8 @@ class SnapshotCallback(Callback):
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int | None = None, keep: int = 3):
-        self.folder, self.keep = Path(folder), whole("SnapshotCallback", "keep", keep)
-        self.every = None if every is None else whole("SnapshotCallback", "every", every)
+        self.folder, self.keep = Path(folder), whole("SnapshotCallback: keep", keep, 1)
+        self.every = None if every is None else whole("SnapshotCallback: every", every, 1)
         self._lock: Lock | None = None
 
     def on_train_begin(self, context: CallbackContext) -> None:
@@ -301,9 +291,7 @@ class Monitor(Callback):
     """
 
     def __init__(self, max_loss: float = math.inf):
-        if not (isinstance(max_loss, int | float) and max_loss > 0):
-            raise ValueError(f"Monitor: max_loss must be a number above 0, given {max_loss!r}")
-        self.max_loss = max_loss
+        self.max_loss = number("Monitor: max_loss", max_loss, "above 0", lambda x: x > 0)
         self.reason: str | None = None
 
     def state(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class CheckpointConfig:
     segments: int | None = None
 
     def __post_init__(self) -> None:
-        head, _, k = self.policy.partition(":")
+        head, _, k = str(self.policy).partition(":")
         every = head == "every" and k.isdigit() and int(k) > 0
         if not every and self.policy not in POLICIES[:-1]:
             raise ValueError(

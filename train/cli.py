@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: object, status: int) -> int:
+    if isinstance(error, OSError) and error.strerror:  # the system's words without its number
+        error = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     sys.stderr.write(f"afinar: error: {error}\n")
     return status
 

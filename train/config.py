@@ -12,10 +12,11 @@ from typing import Any, cast
 from ..autograd import PrecisionConfig, set_deterministic
 from ..optim.schedules import LinearWarmup, WarmupCosineDecay
 from .checkpointing import CheckpointConfig
+from .checks import Checked
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerTrainConfig:
+class TransformerTrainConfig(Checked):
     """What a `TransformerTrainer` needs to know; only `model_config` has no default.
 
     Step n (from 0) uses the learning rate `schedule(n)`: linear from 0 over `warmup_steps`, then
@@ -71,19 +72,27 @@ class TransformerTrainConfig:
             object.__setattr__(self, "precision_config", PrecisionConfig(self.precision_config))
         if isinstance(self.checkpoint_config, str):
             object.__setattr__(self, "checkpoint_config", CheckpointConfig(self.checkpoint_config))
-        self._at_least(1, "max_seq_len", "accumulation_steps", "max_overflows", "log_interval")
-        self._at_least(0, "warmup_steps", "seed", "profile_interval")
+        precise = isinstance(self.precision_config, PrecisionConfig)
+        self._check("precision_config", precise, "a PrecisionConfig or its name")
+        checkpointing = isinstance(self.checkpoint_config, CheckpointConfig)
+        self._check("checkpoint_config", checkpointing, "a CheckpointConfig or its policy")
+        self._whole(1, "max_seq_len", "accumulation_steps", "max_overflows", "log_interval")
+        self._whole(0, "warmup_steps", "seed", "profile_interval")
         for name in ("max_steps", "save_interval", "lora_rank"):
             if getattr(self, name) is not None:
-                self._at_least(1, name)
-        self._check("lr", 0 < self.lr < math.inf, "positive")
-        self._check("beta1", 0 <= self.beta1 < 1, "in [0, 1)")
-        self._check("beta2", 0 <= self.beta2 < 1, "in [0, 1)")
-        self._check("weight_decay", 0 <= self.weight_decay < math.inf, "not negative")
-        self._check("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "between 0 and 1")
-        norm = self.max_grad_norm
-        self._check("max_grad_norm", norm is None or norm >= 0, "not negative, or None")
-        self._check("lora_plus_ratio", self.lora_plus_ratio > 0, "positive")
+                self._whole(1, name)
+        self._number("above 0", lambda x: 0 < x < math.inf, "lr", "lora_plus_ratio")
+        self._number("in [0, 1)", lambda x: 0 <= x < 1, "beta1", "beta2")
+        self._number("of at least 0", lambda x: 0 <= x < math.inf, "weight_decay")
+        self._number("between 0 and 1", lambda x: 0 <= x <= 1, "min_lr_ratio")
+        if self.max_grad_norm is not None:
+            self._number("of at least 0 (or None)", lambda x: x >= 0, "max_grad_norm")
+        if self.lora_alpha is not None:
+            self._number("above 0", lambda x: 0 < x < math.inf, "lora_alpha")
+        self._flag("deterministic", "lora_train_norms", "double_quantize", "quantize_nf4")
+        path = self.checkpoint_dir
+        good = path is None or isinstance(path, str | os.PathLike)
+        self._check("checkpoint_dir", good, "a path or None")
         self._one_of("decay", "matrices", "all")
         self._one_of("adam_form", "torch", "epsilon_hat")
         self._one_of("lr_schedule", "constant", "cosine")
@@ -97,19 +106,6 @@ class TransformerTrainConfig:
                 self._check(name, not getattr(self, name), "False without lora_rank")
             self._check("lora_plus_ratio", self.lora_plus_ratio == 1, "1 without lora_rank")
         self._check("distributed", self.distributed is None, "None: there is one process")
-
-    def _check(self, name: str, good: bool, need: str) -> None:
-        if not good:
-            raise ValueError(f"{name} must be {need}, given {getattr(self, name)!r}")
-
-    def _at_least(self, least: int, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            self._check(name, whole and value >= least, f"a whole number of at least {least}")
-
-    def _one_of(self, name: str, *known: str) -> None:
-        self._check(name, getattr(self, name) in known, " or ".join(map(repr, known)))
 
     # --- questions ---
 

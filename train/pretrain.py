@@ -15,18 +15,24 @@ from typing import Any
 
 from ..optim import WarmupCosineDecay
 from .batch import LMBatch
+from .checks import Checked
 from .evaluate import evaluate_batches
 from .metrics import perplexity, tokens_per_second
 from .trainer import TransformerTrainer
 
+# What a PretrainConfig says of the trainer, and the name of that in the trainer's own config.
+OF_THE_TRAINER = {"seed": "seed", "grad_clip": "max_grad_norm", "weight_decay": "weight_decay"}
+
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig:
+class PretrainConfig(Checked):
     """How long, how fast, and when to stop.
 
     A run stops early when the validation loss did not improve for more than `patience` epochs,
     from epoch `min_epochs` on. It aborts on a step that is not finite, on a first validation loss
-    above `max_first_loss`, and on one above `divergence` times the one before.
+    above `max_first_loss`, and on one above `divergence` times the one before. Each batch has
+    `batch_size` sequences of at most `seq_length` tokens. The result says whether a validation loss
+    was at `target_val_loss` or below.
     """
 
     lr_max: float = 5e-5
@@ -37,7 +43,7 @@ class PretrainConfig:
     batch_size: int = 16
     seq_length: int = 1024
     seed: int = 42
-    grad_clip: float = 1.0
+    grad_clip: float | None = 1.0
     weight_decay: float = 0.01
     target_val_loss: float = 2.2
     patience: int = 2
@@ -46,11 +52,14 @@ class PretrainConfig:
     divergence: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("total_steps", "steps_per_epoch", "batch_size", "seq_length", "min_epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, given {getattr(self, name)}")
-        if not 0 <= self.lr_min <= self.lr_max:
-            raise ValueError(f"lr_min must be between 0 and lr_max, given {self.lr_min}")
+        self._whole(1, "total_steps", "steps_per_epoch", "batch_size", "seq_length", "min_epochs")
+        self._whole(0, "warmup_steps", "seed", "patience")
+        self._number("above 0", lambda x: 0 < x < math.inf, "lr_max")
+        self._number("between 0 and lr_max", lambda x: 0 <= x <= self.lr_max, "lr_min")
+        self._number("of at least 0", lambda x: 0 <= x < math.inf, "weight_decay")
+        self._number("above 0", lambda x: x > 0, "target_val_loss", "max_first_loss", "divergence")
+        if self.grad_clip is not None:
+            self._number("of at least 0 (or None)", lambda x: x >= 0, "grad_clip")
 
     @property
     def num_epochs(self) -> int:
@@ -106,10 +115,11 @@ class RunStatus(enum.Enum):
 
 @dataclass
 class PretrainResult:
-    """How a run ended, why, and its epochs."""
+    """How a run ended, why, its epochs, and whether a validation loss was at the target."""
 
     status: RunStatus
     message: str = ""
+    reached_target: bool = False
     epochs: list[EpochMetadata] = field(default_factory=list)
     steps: list[StepMetrics] = field(default_factory=list)
 
@@ -118,8 +128,8 @@ class PretrainLoop:
     """Train `trainer` on `batch_at(i)` for i = 0, 1, ... and validate on `valid` every epoch.
 
     With a `folder`, each epoch that passes its gates leaves `ckpt/epoch-NNN.apr` and
-    `ckpt/epoch-NNN.metadata.json` there. The trainer's seed, clipping and decay are its own; the
-    learning rate is the loop's.
+    `ckpt/epoch-NNN.metadata.json` there. The learning rate is the loop's; what the trainer was
+    built with (seed, clipping, decay) must be what `config` says.
     """
 
     def __init__(
@@ -132,6 +142,19 @@ class PretrainLoop:
     ):
         if not valid:
             raise ValueError("PretrainLoop: at least one validation batch is needed")
+        for own, theirs in OF_THE_TRAINER.items():
+            a, b = getattr(config, own), getattr(trainer.config, theirs)
+            if a != b:
+                raise ValueError(
+                    f"PretrainLoop: {own} is {a} and the trainer's {theirs} is {b}; "
+                    "they must be the same"
+                )
+        steps = config.num_epochs * config.steps_per_epoch
+        most = trainer.config.max_steps
+        if most is not None and most < steps:
+            raise ValueError(
+                f"PretrainLoop: total_steps makes {steps} steps, the trainer's max_steps is {most}"
+            )
         self.config, self.trainer = config, trainer
         self.batch_at, self.valid = batch_at, valid
         self.folder = None if folder is None else Path(folder)
@@ -155,14 +178,21 @@ class PretrainLoop:
                     f"for {self.patience_count} epochs"
                 )
                 break
+        result.reached_target = self.best_val_loss <= self.config.target_val_loss
+        if result.status is RunStatus.OK and not result.reached_target:
+            result.message = (
+                f"the best validation loss, {self.best_val_loss:.4f}, is above the target "
+                f"{self.config.target_val_loss}"
+            )
         return result
 
     def _epoch(self, epoch: int, result: PretrainResult) -> str | None:
         """One epoch; what is wrong with it, or None."""
         begun, total, tokens, largest = time.monotonic(), 0.0, 0, 0.0
         for _ in range(self.config.steps_per_epoch):
+            batches = self._window()
             try:
-                step, count = self._step()
+                step, count = self._step(batches)
                 step.validate()
             except (RuntimeError, ValueError) as error:
                 return f"DIVERGENCE at epoch {epoch}: {error}"
@@ -175,6 +205,7 @@ class PretrainLoop:
         if problem := self._divergence(epoch, val_loss, before):
             return problem
         self.trainer.metrics.record_val_loss(val_loss)
+        self.trainer.end_epoch()
         train_loss = total / max(tokens, 1)
         metadata = EpochMetadata(
             epoch,
@@ -191,12 +222,25 @@ class PretrainLoop:
         self._save(metadata)
         return None
 
-    def _step(self) -> tuple[StepMetrics, int]:
+    def _window(self) -> list[LMBatch]:
+        """The batches of the next step."""
+        c, trainer = self.config, self.trainer
+        numbers = range(trainer.batches, trainer.batches + trainer.config.accumulation_steps)
+        batches = [self.batch_at(i) for i in numbers]
+        for i, batch in zip(numbers, batches, strict=True):
+            if batch.batch_size != c.batch_size or batch.seq_len > c.seq_length:
+                raise ValueError(
+                    f"PretrainLoop: batch {i} has {batch.batch_size} sequences of {batch.seq_len} "
+                    f"tokens; batch_size is {c.batch_size}, seq_length {c.seq_length}"
+                )
+        return batches
+
+    def _step(self, batches: list[LMBatch]) -> tuple[StepMetrics, int]:
         trainer, begun = self.trainer, time.monotonic()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the gate says it
-            for _ in range(trainer.config.accumulation_steps):
-                trainer.train_batch(self.batch_at(trainer.batches))
+            for batch in batches:
+                trainer.train_batch(batch)
         record = trainer.last
         assert record is not None
         if record.skipped is not None and not trainer.scaler.config.dynamic:

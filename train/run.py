@@ -194,8 +194,12 @@ def open_model(
             raise ValueError(
                 f"adapter: {adapter} is what --model {folder} carries already; name its base there"
             )
-        _merge(model)
         native = (Path(adapter) / ADAPTER_FILE).is_file() or Path(adapter).is_file()
+        if not native and not (Path(adapter) / "adapter_config.json").is_file():
+            raise ValueError(
+                f"adapter: {adapter} holds no adapter_config.json and no {ADAPTER_FILE}"
+            )
+        _merge(model)
         (load_adapter if native else load_adapter_peft)(model, adapter)
     return model
 
