@@ -372,6 +372,9 @@ def test_numbered_steps_and_loose_files(folder):
         (folder / f"model-step-{step}.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="No SafeTensors files found in"):
         load_pretrained(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model.bin is a pickle"):
+        load_pretrained(folder)
     state = list(model.state_dict().items())
     write_safetensors(folder / "a.safetensors", dict(state[:5]))
     write_safetensors(folder / "b.safetensors", dict(state[5:]))

@@ -207,6 +207,12 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path, row, says):
     assert str(error.value).startswith(f"{path}:2: ")
 
 
+def test_a_byte_order_mark_and_carriage_returns_are_no_part_of_a_line(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"text": "ab"}\r\n\r\n{"text": "c"}\r\n')
+    assert [d.ids for d in read_documents(path, ByteTokenizer())] == [[97, 98, 256], [99, 256]]
+
+
 def test_a_line_of_another_format_is_an_error(tmp_path):
     path = lines(tmp_path / "d.jsonl", {"text": "a"}, {"prompt": "b", "completion": "c"})
     with pytest.raises(ValueError, match=r'd\.jsonl:2: needs "text", as the lines before'):

@@ -11,6 +11,7 @@ set, else the last twentieth of the lines is.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import sysconfig
@@ -214,7 +215,7 @@ def read_documents(path: Path, tokenizer: Tokenizer, mask_prompt: bool = True) -
             if not line.strip():
                 continue
             where = f"{path}:{number}"
-            row = _parse(line, where)
+            row = _parse(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, where)
             keys = keys or _format(row, where)
             _check(row, keys, where)
             try:

@@ -24,7 +24,7 @@ import numpy as np
 from .apr_quantised import Q4, Q8, dequantised, quantised
 from .config import APR_EXTRA, TransformerConfig
 from .files import atomic_file, refuse_lfs_pointer
-from .hf import STORAGE, check_finite, place_parameters, without_tied_head
+from .hf import STORAGE, check_finite, check_sizes, place_parameters, without_tied_head
 from .llama import Transformer
 from .module import check_names, check_shapes
 from .safetensors_io import convert, dtype_name
@@ -307,6 +307,7 @@ def load_apr(path: str | os.PathLike[str], dtype: str = "float32") -> Transforme
     if config is None:
         raise ValueError(f"{path}: its metadata does not give the sizes of the model")
     config = dataclasses.replace(config, tie_word_embeddings=head not in entries)
+    check_sizes(str(path), config, {name: e.shape for name, e in entries.items()})
     model = Transformer.empty(config)
     parameters = dict(model.named_parameters())
     check_names(str(path), parameters, entries)

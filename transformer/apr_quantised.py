@@ -5,7 +5,7 @@
             two codes q + 8 each, q = round(x / s), the even index in the lower half
 
 Halves round away from zero; s is 1 where all x are 0. AprQ4 divides by s before it is rounded to
-float16, as the original does.
+float16, as the original does; where s is subnormal, q is cut to -127 .. 127 or -8 .. 7.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def quantised(name: str, x: np.ndarray, code: int) -> bytes:
     if not len(x):
         return b""
     if code == Q8:
-        scale, q = _codes(x[None], 127)
+        scale, q = _codes(x[None], 127, -127)
         return scale.astype("<f4").tobytes() + q.astype(np.int8).tobytes()
     blocks = np.zeros((-(-len(x) // BLOCK), BLOCK), np.float32)
     blocks.reshape(-1)[: len(x)] = x
-    scales, q = _codes(blocks, 7)
+    scales, q = _codes(blocks, 7, -8)
     codes = (q + 8).astype(np.uint8).reshape(-1)
     codes[len(x) :] = 0
     raw = np.empty((len(blocks), 18), np.uint8)
@@ -39,14 +39,14 @@ def quantised(name: str, x: np.ndarray, code: int) -> bytes:
     return raw.tobytes()
 
 
-def _codes(x: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+def _codes(x: np.ndarray, most: int, least: int) -> tuple[np.ndarray, np.ndarray]:
     """The scale of each row, as a column, and the rounded quotients.   (N, K) -> (N, 1), (N, K)"""
     scale = np.abs(x).max(axis=1, keepdims=True) / np.float32(most)
     scale[scale == 0] = 1
     ratio = x / scale
     # floor(|t| + 1/2) in float64, where the sum is exact.
     q = np.copysign(np.floor(np.abs(ratio).astype(np.float64) + 0.5), ratio)
-    return scale, np.clip(q, -most, most)
+    return scale, np.clip(q, least, most)
 
 
 def dequantised(name: str, raw: np.ndarray, n: int, code: int) -> np.ndarray:

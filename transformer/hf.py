@@ -14,7 +14,7 @@ import numpy as np
 
 from ..autograd.buffers import ALIGN
 from .config import TransformerConfig
-from .decoder import PAD, Decoder
+from .decoder import PAD, Decoder, DecoderConfig
 from .files import atomic_file, read_json
 from .hf_config import Config, config_from_hf, config_to_hf
 from .llama import Transformer
@@ -50,6 +50,7 @@ def load_pretrained(
         raise ValueError(f"{folder}: {error}") from None
     files = TensorFolder(folder)
     names = _own_names(files, config)
+    check_sizes(str(folder), config, {own: files.shape(name) for own, name in names.items()})
     config = _untied_if_needed(config, files, names)
     model = new_model(config)
     parameters = dict(model.named_parameters())
@@ -72,6 +73,20 @@ def load_pretrained(
         model.ignore_index = -100  # in GPT-2's vocabulary 0 is a word
     model.eval()  # no dropout until it is trained, as transformers does
     return model
+
+
+def check_sizes(what: str, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError if a model has far more values than `shapes`, before memory is taken."""
+    table, C = "model.embed_tokens.weight", getattr(config, "hidden_size", 0)
+    if isinstance(config, DecoderConfig):
+        table, C = "tokens.weight", config.d_model
+    if table in shapes:
+        check_shapes(what, {table: (config.vocab_size, C)}, {table: shapes[table]})
+    if config.num_hidden_layers > max(len(shapes), 1000):
+        raise ValueError(
+            f"{what}: the config says {config.num_hidden_layers} layers, but there are only "
+            f"{len(shapes)} tensors"
+        )
 
 
 def new_model(config: Config) -> Transformer | Decoder:

@@ -47,7 +47,11 @@ class TensorFolder:
         else:
             paths = _steps(self.folder)[-1:] or sorted(self.folder.glob("*.safetensors"))
         if not paths:
-            raise FileNotFoundError(f"No SafeTensors files found in {self.folder}")
+            pickles = sorted(p.name for p in self.folder.glob("pytorch_model*.bin"))
+            why = (
+                f"; {pickles[0]} is a pickle, which can run code when it is read" if pickles else ""
+            )
+            raise FileNotFoundError(f"No SafeTensors files found in {self.folder}{why}")
         if shards := [p.name for p in paths if _SHARD.fullmatch(p.name)]:
             raise FileNotFoundError(f"{self.folder} has the shard {shards[0]}, but no {INDEX}")
         for path in paths:
