@@ -13,6 +13,7 @@ from ..transformer.init import init_seed
 from ..transformer.layers import Linear
 from ..transformer.model import LanguageModel
 from ..transformer.module import Module
+from ..transformer.values import is_number
 from .config import LoRAConfig
 from .linear import LoRALinear, adapt, plain_linear
 from .quantized import QuantizedLinear
@@ -34,15 +35,22 @@ def _applied(model: LanguageModel) -> _Applied | None:
     return vars(model).get("_lora")
 
 
+def check_plain(what: str, model: LanguageModel) -> None:
+    """Raise ValueError if a model has adapters already."""
+    if (applied := _applied(model)) is not None:
+        have = "merged adapters, kept aside" if applied.merged else "adapters"
+        raise ValueError(f"{what}: this model has {have}; merge them with keep=False first")
+
+
 def apply_lora(model: LanguageModel, config: LoRAConfig, seed: int | None = None) -> int:
     """Freeze the model and put trainable adapters on it; returns how many values are trained.
 
     `seed` (if None, the `lock_init_seed` in force) and a module's path fix its A. Wrong targets,
     and a model that has adapters, raise before anything is changed.
     """
-    if (applied := _applied(model)) is not None:
-        have = "merged adapters, kept aside" if applied.merged else "adapters"
-        raise ValueError(f"apply_lora: this model has {have}; merge them with keep=False first")
+    if not isinstance(config, LoRAConfig):
+        raise TypeError(f"apply_lora: a LoRAConfig is needed, given a {type(config).__name__}")
+    check_plain("apply_lora", model)
     seed = init_seed() if seed is None else seed
     targets = resolve_targets(model, config)
     saved = resolve_saved(model, config)
@@ -124,8 +132,8 @@ def lora_param_groups(
     LoRA+ (Hayou et al. 2024, arXiv:2402.12354). Matrices decay, vectors do not. Each run of equal
     settings is a group, so that the groups, one after the other, keep the model's order.
     """
-    if not lora_plus_ratio > 0:
-        raise ValueError(f"lora_param_groups: the ratio must be positive, not {lora_plus_ratio}")
+    if not (is_number(lora_plus_ratio) and lora_plus_ratio > 0):
+        raise ValueError(f"lora_param_groups: the ratio must be positive, not {lora_plus_ratio!r}")
     faster = {id(b) for _, m in lora_modules(model) for b in m.b}
     groups: list[dict[str, Any]] = []
     for name, p in model.named_parameters():

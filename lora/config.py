@@ -8,6 +8,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..transformer.values import Rule, are_strings, check_fields, is_flag, is_number, is_whole
+
+
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, Mapping) and are_strings(list(value))
+
+
+def _are_layers(value: Any) -> bool:
+    return isinstance(value, (list, tuple, range)) and all(map(_is_int, value))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and is_whole(value)  # of Python, which JSON can hold
+
+
+_RULES: tuple[Rule, ...] = (
+    (
+        ("targets",),
+        lambda value: isinstance(value, str) or are_strings(value),
+        "a string or a list of strings",
+    ),
+    (("modules_to_save",), are_strings, "a list of strings"),
+    (("layers",), _are_layers, "a list of whole numbers"),
+    (("rank_pattern", "alpha_pattern"), _is_pattern, "a dict whose keys are strings"),
+    (("use_rslora", "use_dora"), is_flag, "True or False"),
+)
+
 
 @dataclass(frozen=True)
 class LoRAConfig:
@@ -50,6 +77,7 @@ class LoRAConfig:
     quantize: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_fields("LoRAConfig", vars(self), _RULES)
         for name in ("targets", "layers", "modules_to_save"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
@@ -57,14 +85,14 @@ class LoRAConfig:
         for name in ("rank_pattern", "alpha_pattern"):
             object.__setattr__(self, name, dict(getattr(self, name) or {}) or None)
         for name, r in {"r": self.r, **(self.rank_pattern or {})}.items():
-            if isinstance(r, bool) or not isinstance(r, int) or r < 1:
+            if not (_is_int(r) and r > 0):
                 raise ValueError(
                     f"LoRAConfig: the rank {name} must be a whole number > 0, not {r!r}"
                 )
         for name, alpha in {"alpha": self.alpha, **(self.alpha_pattern or {})}.items():
-            if not (_is_number(alpha) and math.isfinite(alpha) and alpha > 0):
+            if not (isinstance(alpha, (int, float)) and is_number(alpha) and alpha > 0):
                 raise ValueError(f"LoRAConfig: {name} must be a finite number > 0, not {alpha!r}")
-        if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
+        if not (is_number(self.dropout) and 0 <= self.dropout < 1):
             raise ValueError(f"LoRAConfig: dropout must be in [0, 1), not {self.dropout!r}")
         for pattern in (*(self.rank_pattern or ()), *(self.alpha_pattern or ())):
             try:

@@ -20,7 +20,7 @@ from ..transformer.model import LanguageModel
 from ..transformer.module import check_names, check_shapes
 from ..transformer.safetensors_io import TensorFile, write_safetensors
 from ..transformer.values import is_number
-from .apply import apply_lora, lora_config, lora_modules, saved_modules
+from .apply import apply_lora, check_plain, lora_config, lora_modules, saved_modules
 from .config import LoRAConfig
 from .linear import Base, LoRALinear, base_shape
 from .targets import linear_at, resolve_saved, resolve_targets
@@ -56,8 +56,11 @@ def load_adapter(model: LanguageModel, path: str | os.PathLike[str]) -> LoRAConf
     Names and shapes must be exactly those that the config means on this model: else a ValueError
     names what is missing, unexpected, of another shape or not finite, and the model stays as it is.
     """
+    check_plain("load_adapter", model)
     path = Path(path)
     if path.is_dir():
+        if not (path / ADAPTER_FILE).exists() and (path / "adapter_model.safetensors").exists():
+            raise ValueError(f"{path} is a PEFT adapter; load it with load_adapter_peft")
         path = path / ADAPTER_FILE
     file = TensorFile(path)
     config_path = path.with_name(ADAPTER_CONFIG)

@@ -22,10 +22,10 @@ from ..transformer.model import LanguageModel
 from ..transformer.module import Module, check_names, check_shapes
 from ..transformer.safetensors_io import TensorFile
 from ..transformer.values import Rule, are_strings, check_fields, is_flag, is_number, is_whole
-from .apply import apply_lora, lora_modules, saved_modules, untie_head
+from .apply import apply_lora, check_plain, lora_modules, saved_modules, untie_head
 from .config import LoRAConfig
 from .linear import base_shape
-from .native import refuse_mlx
+from .native import ADAPTER_FILE, refuse_mlx
 from .peft import CONFIG, PREFIX, WEIGHTS, flipped, listed, peft_name
 from .targets import linear_at, resolve_targets
 
@@ -110,6 +110,7 @@ def load_adapter_peft(model: LanguageModel, folder: str | os.PathLike[str]) -> L
     supported; the model then stays as it is. An adapter that trained a tied head or embedding
     whole unties them.
     """
+    check_plain("load_adapter_peft", model)
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"load_adapter_peft: {folder} is not a folder")
@@ -154,6 +155,8 @@ def _fill(tensors: Mapping[str, Tensor], arrays: Mapping[str, Any], prefix: str)
 def _refuse_other_formats(folder: Path) -> None:
     if (folder / "adapters.safetensors").exists():
         refuse_mlx(folder, {"fine_tune_type": None})
+    if not (folder / WEIGHTS).exists() and (folder / ADAPTER_FILE).exists():
+        raise ValueError(f"{folder} is a native adapter; load it with load_adapter")
     if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
         raise ValueError(
             f"{folder / 'adapter_model.bin'} is a pickle, which can run code when it is read; "

@@ -1058,3 +1058,52 @@ def test_wrong_json_of_a_layer_is_one_sentence(change, message):
     text = change if isinstance(change, str) else json.dumps(json.loads(text) | change)
     with pytest.raises(ValueError, match=re.escape(message)):
         layer_from_json(text, base)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("targets", 3),
+        ("targets", ["q", 3]),
+        ("layers", 1),
+        ("layers", "1"),
+        ("layers", [1.0]),
+        ("layers", [True]),
+        ("modules_to_save", "norms"),
+        ("modules_to_save", [3]),
+        ("rank_pattern", ["q_proj"]),
+        ("rank_pattern", {3: 2}),
+        ("alpha_pattern", "q_proj"),
+        ("use_dora", "no"),
+        ("use_rslora", 1),
+    ],
+)
+def test_values_of_the_wrong_type_name_the_field(field, value):
+    with pytest.raises(ValueError, match=f"LoRAConfig: {field} is "):
+        LoRAConfig(**{field: value})
+
+
+def test_what_is_no_config_and_what_is_no_ratio():
+    with pytest.raises(TypeError, match="apply_lora: a LoRAConfig is needed, given a dict"):
+        apply_lora(decoder(), {"r": 2})
+    model = decoder()
+    apply_lora(model, QV)
+    for ratio in (0, -1, np.nan, np.inf, "16"):
+        with pytest.raises(ValueError, match="the ratio must be positive, not"):
+            lora_param_groups(model, 1e-3, lora_plus_ratio=ratio)
+
+
+def test_the_other_loader_is_named_and_a_second_adapter_refused(tmp_path):
+    model = decoder()
+    apply_lora(model, QV)
+    native = save_adapter(model, tmp_path / "native" / "adapter.safetensors").parent
+    peft = save_adapter_peft(model, tmp_path / "peft")
+    with pytest.raises(ValueError, match="peft is a PEFT adapter; load it with load_adapter_peft"):
+        load_adapter(decoder(), peft)
+    with pytest.raises(ValueError, match="native is a native adapter; load it with load_adapter"):
+        load_adapter_peft(decoder(), native)
+    before = logits(model)
+    for load, folder in ((load_adapter, native), (load_adapter_peft, peft)):
+        with pytest.raises(ValueError, match=f"{load.__name__}: this model has adapters"):
+            load(model, folder)
+    np.testing.assert_array_equal(logits(model), before)

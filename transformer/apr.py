@@ -162,6 +162,8 @@ def read_apr(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Ap
     Raises ValueError, naming the file and what is wrong with it.
     """
     path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
     raw = path.read_bytes()
     refuse_lfs_pointer(path, raw[:64])
 

@@ -205,6 +205,8 @@ def save_pretrained(
     if isinstance(model, Decoder) and model.ignore_index == PAD:
         config["pad_token_id"] = PAD
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"save_pretrained: {folder} is a file; a folder is needed")
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(folder, tensors, STORAGE[dtype], limit)
     with atomic_file(folder / "config.json") as f:
