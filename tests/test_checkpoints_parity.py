@@ -194,7 +194,7 @@ def test_sharded_and_half_precision(tmp_path):
 def test_generation_options_filter_as_transformers_do():
     from transformers.generation import logits_process as theirs
 
-    from afinar.transformer.generate import _Picker
+    from afinar.transformer.generate import Options, _Picker
 
     logits = np.random.default_rng(0).normal(0, 3, 50).astype(np.float32)
     prompt = [1, 7, 7, 30]
@@ -207,7 +207,9 @@ def test_generation_options_filter_as_transformers_do():
     ):
         scores = warp(None, scores)
     allowed = set(torch.isfinite(scores[0]).nonzero()[:, 0].tolist())
-    drawn = {_Picker([prompt], 0.7, 12, 0.8, 1.3, seed)(0, logits) for seed in range(400)}
+    options = {"max_new_tokens": 1, "temperature": 0.7, "top_k": 12, "top_p": 0.8}
+    options["repetition_penalty"] = 1.3
+    drawn = {_Picker([prompt], Options(seed=seed, **options))(0, logits) for seed in range(400)}
     assert drawn == allowed
 
 
