@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 import tomllib
+import warnings
 
 import pytest
 
 from afinar.autograd import get_num_threads, set_num_threads
+from afinar.train import read_snapshot
 from afinar.train.cli import main
 from afinar.train.folder import RunFolder
 from afinar.train.run import OF_THE_MACHINE
@@ -380,6 +382,19 @@ def test_a_full_disk_ends_a_run_in_one_sentence_and_it_goes_on_later(run, text, 
         assert f"{says} cannot be written (File too large)" in line
         assert main(["train", "--resume", str(out)]) == 0
         assert (out / "digests.json").read_bytes() == (run / "digests.json").read_bytes()
+
+
+def test_a_run_that_diverges_ends_in_one_sentence_with_a_good_snapshot(text, tmp_path, capsys):
+    out = tmp_path / "out"
+    args = [*TOY, "--steps", "40", "--lr", "1e30", "--max-grad-norm", "1e30", "--data", str(text)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main(["train", *args, "--out", str(out)]) == 1
+    *warned, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("afinar: error: training gave up after step 2: 25 windows in a row were")
+    assert all(line.startswith("afinar: warning: window ") for line in warned)
+    weights = read_snapshot(out / "snapshots" / "step-00000024")
+    assert weights.state["optimizer"]["step_count"] == 2
 
 
 def test_metrics_that_cannot_be_written_end_a_run_in_one_sentence(run, tmp_path, capsys):

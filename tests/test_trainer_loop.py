@@ -21,6 +21,7 @@ from afinar.train import (
     Progress,
     RunStatus,
     SnapshotCallback,
+    TieredCurriculum,
     TransformerTrainConfig,
     TransformerTrainer,
     evaluate_batches,
@@ -356,6 +357,35 @@ def test_another_schedule_than_the_runs_is_refused(tmp_path):
         resumed(LRSchedule(StepDecay(0.1, 2, 0.25)))
     with pytest.warns(RuntimeWarning, match="goes on without: LRSchedule"):
         resumed()
+
+
+@pytest.mark.parametrize("stop", [3, 4, 9, 11])
+def test_a_curriculum_goes_on_where_it_was(tmp_path, stop):
+    tiers = [[batch(10 * tier + i) for i in range(3)] for tier in range(3)]
+
+    def train(folder, *more, **changes):
+        it = trainer(checkpoint_dir=tmp_path / folder)
+        if changes:
+            load_snapshot(tmp_path / folder, it)
+        curriculum = TieredCurriculum((0.001, 0.002), patience=2)
+        callbacks, valid = [*more, curriculum], [batch(99, 8)]
+        fit(
+            it,
+            lambda _: tiers[curriculum.tier],
+            epochs=5,
+            valid=valid,
+            callbacks=callbacks,
+            **changes,
+        )
+        return it, curriculum
+
+    straight, expected = train("straight")
+    assert expected.tier == 2
+    with pytest.raises(KeyboardInterrupt):
+        train("stopped", StopAt("on_step_end", stop))
+    resumed, found = train("stopped", resume=True)
+    assert found.state() == expected.state()
+    assert weights_sha256(resumed.model) == weights_sha256(straight.model)
 
 
 def test_two_of_a_kind_keep_their_states_apart(tmp_path):

@@ -13,6 +13,7 @@ from .callbacks import (
 )
 from .checkpointing import CheckpointConfig
 from .config import TransformerTrainConfig
+from .curriculum import AdaptiveCurriculum, Curriculum, LinearCurriculum, TieredCurriculum
 from .evaluate import evaluate_batches
 from .loop import TrainResult, fit
 from .losses import (

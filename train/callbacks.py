@@ -53,6 +53,7 @@ class CallbackContext:
     grad_norm: float = math.nan
     best_loss: float = math.inf
     val_loss: float | None = None
+    val_accuracy: float | None = None
     started: float = field(default_factory=time.monotonic)
 
     @property

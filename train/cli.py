@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import sys
+import warnings
 from collections.abc import Sequence
 
 from .settings import add_flags
@@ -17,6 +18,12 @@ from .settings import add_flags
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     args = parser().parse_args(argv)
+    with warnings.catch_warnings():
+        warnings.showwarning = _warn
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from . import commands
 
     try:
@@ -36,6 +43,11 @@ def _fail(error: object, status: int) -> int:
         error = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     sys.stderr.write(f"afinar: error: {error}\n")
     return status
+
+
+def _warn(message: Warning | str, *where: object) -> None:
+    """A warning as a sentence, without the line of source that gave it."""
+    sys.stderr.write(f"afinar: warning: {message}\n")
 
 
 def _positive(text: str) -> int:

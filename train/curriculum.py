@@ -1,9 +1,9 @@
 """What to train on as training goes on: tiers of data, from easy to hard.
 
-    curriculum = LinearCurriculum()
-    tier = curriculum.tier          # 0 is the easiest
-    curriculum.update(progress=step / steps, accuracy=accuracy)
+    curriculum = TieredCurriculum()      # curriculum.tier 0 is the easiest
+    fit(trainer, lambda epoch: tiers[curriculum.tier], valid=valid, callbacks=[curriculum])
 
+As a callback it takes note of every epoch and goes into snapshots; `update` does it by hand.
 Bengio et al. 2009.
 """
 
@@ -11,13 +11,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+from .callbacks import Callback, CallbackContext
+from .checks import number, whole
 
 
-class Curriculum:
-    """Says which tier of data comes next; a subclass decides when it rises."""
+class Curriculum(Callback):
+    """Says which tier of data comes next; a subclass decides when it rises.
+
+    `remembered` names what a resumed training needs of it.
+    """
+
+    remembered: tuple[str, ...] = ("tier",)
 
     def __init__(self, tiers: int):
         self.tiers, self.tier = tiers, 0
+
+    def state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.remembered}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for name in self.remembered:
+            setattr(self, name, state[name])
+
+    def on_epoch_end(self, context: CallbackContext) -> None:
+        """Accuracy is that of the validation, 0 without one."""
+        self.update((context.epoch + 1) / context.max_epochs, context.val_accuracy or 0.0)
 
     def update(self, progress: float, accuracy: float) -> int:
         """Take note of how far training is (0 to 1) and how accurate the model; the tier."""
@@ -44,9 +64,12 @@ class LinearCurriculum(Curriculum):
 class TieredCurriculum(Curriculum):
     """A tier higher when accuracy was at the tier's threshold `patience` times in a row."""
 
+    remembered = ("tier", "streak")
+
     def __init__(self, thresholds: Sequence[float] = (0.6, 0.7, 0.8), patience: int = 3):
         super().__init__(len(thresholds) + 1)
-        self.thresholds, self.patience, self.streak = _rising("thresholds", thresholds), patience, 0
+        self.thresholds, self.streak = _rising("thresholds", thresholds), 0
+        self.patience = whole("TieredCurriculum: patience", patience, 1)
 
     def update(self, progress: float, accuracy: float) -> int:
         if self.tier < len(self.thresholds):
@@ -59,10 +82,14 @@ class TieredCurriculum(Curriculum):
 class AdaptiveCurriculum(Curriculum):
     """The tier that a running mean of the accuracy has earned: down again too."""
 
+    remembered = ("tier", "mean")
+
     def __init__(self, thresholds: Sequence[float] = (0.6, 0.7, 0.8), smoothing: float = 0.1):
         super().__init__(len(thresholds) + 1)
-        self.thresholds, self.smoothing = _rising("thresholds", thresholds), smoothing
-        self.mean = 0.0
+        self.thresholds, self.mean = _rising("thresholds", thresholds), 0.0
+        self.smoothing = number(
+            "AdaptiveCurriculum: smoothing", smoothing, "in (0, 1]", lambda x: 0 < x <= 1
+        )
 
     def update(self, progress: float, accuracy: float) -> int:
         self.mean += self.smoothing * (accuracy - self.mean)

@@ -97,7 +97,8 @@ def _epoch(
     context: CallbackContext,
     result: TrainResult,
 ) -> Action:
-    context.epoch, context.step, context.val_loss = epoch, 0, None
+    context.epoch, context.step = epoch, 0
+    context.val_loss = context.val_accuracy = None
     context.steps_per_epoch = None
     if isinstance(batches, Sequence):
         context.steps_per_epoch = math.ceil(len(batches) / trainer.config.accumulation_steps)
@@ -112,7 +113,8 @@ def _epoch(
     if action is Action.STOP:  # in mid-epoch, where a resumed run goes on
         return action
     if valid is not None:
-        context.val_loss = evaluate_batches(trainer.model, valid)["loss"]
+        found = evaluate_batches(trainer.model, valid)
+        context.val_loss, context.val_accuracy = found["loss"], found["accuracy"]
     return _end_epoch(trainer, hooks, context, result)
 
 
