@@ -226,6 +226,13 @@ def test_what_is_harmless_is_reported(tmp_path):
     assert len(snapshot.notes) == 1
 
 
+def test_another_version_is_reported(tmp_path, monkeypatch):
+    save_snapshot(tmp_path, make())
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")
+    with pytest.warns(RuntimeWarning, match=r"saved by afinar .*, this is 9\.9"):
+        load_snapshot(tmp_path, make())
+
+
 def test_a_constant_schedule_may_go_on_for_longer(tmp_path):
     save_snapshot(tmp_path, make(lr_schedule="constant"))
     with pytest.warns(RuntimeWarning, match="max_steps was 8, is 9"):

@@ -30,6 +30,7 @@ from afinar.train import (
     load_snapshot,
     save_snapshot,
 )
+from afinar.train.lock import Lock
 from afinar.transformer import TransformerConfig
 
 V = 40
@@ -477,6 +478,44 @@ def test_what_contradicts_the_trainer_or_the_data_is_refused():
 
     with pytest.raises(ValueError, match="no more data"):  # which is no divergence
         loop(pretrain(), exhausted).run()
+
+
+@pytest.mark.parametrize("stop", [1, 6, 14])
+def test_a_pretraining_that_was_killed_goes_on_after_its_last_epoch(tmp_path, stop):
+    config = pretrain(total_steps=40, patience=3, min_epochs=1, lr_max=0.1, grad_clip=None)
+
+    def loop(name, data=batch):
+        it = trainer(accumulation_steps=2, max_grad_norm=None)
+        return PretrainLoop(config, it, data, [batch(99)], tmp_path / name)
+
+    def killed(i):
+        if i == 2 * stop:
+            raise KeyboardInterrupt
+        return batch(i)
+
+    straight = loop("straight")
+    expected = straight.run()
+    assert expected.status is RunStatus.EARLY_STOP
+    assert expected.epochs[-1].epoch >= 3
+    with pytest.raises(KeyboardInterrupt):
+        loop("killed", killed).run()
+    resumed = loop("killed")
+    if list_snapshots(tmp_path / "killed" / "snapshots"):
+        load_snapshot(tmp_path / "killed" / "snapshots", resumed.trainer)
+    result = resumed.run(resume=True)
+    assert (result.status, result.message) == (expected.status, expected.message)
+    again = [dataclasses.replace(e, wall_seconds=0) for e in result.epochs]
+    whole = [dataclasses.replace(e, wall_seconds=0) for e in expected.epochs]
+    assert again == whole[-len(again) :]
+    assert len(again) == len(whole) - stop // 4
+    assert weights_sha256(resumed.trainer.model) == weights_sha256(straight.trainer.model)
+    assert resumed.trainer.metrics == straight.trainer.metrics
+    assert loop("straight").trainer.step == 0
+    with (
+        Lock(tmp_path / "killed" / "snapshots"),
+        pytest.raises(ValueError, match="another trainer"),
+    ):
+        resumed.run()
 
 
 def test_the_result_says_whether_the_target_was_reached():

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class MetricsTracker:
-    """Losses and learning rates, one of each per optimizer step, and validation losses."""
+    """Losses and learning rates, one of each per optimizer step, and validation losses.
+
+    `tokens` counts those that were trained.
+    """
 
     losses: list[float] = field(default_factory=list)
     val_losses: list[float] = field(default_factory=list)
@@ -16,12 +19,14 @@ class MetricsTracker:
     grad_norms: list[float] = field(default_factory=list)
     steps: int = 0
     epoch: int = 0
+    tokens: int = 0
 
-    def record_step(self, loss: float, lr: float, grad_norm: float) -> None:
+    def record_step(self, loss: float, lr: float, grad_norm: float, tokens: int = 0) -> None:
         """One optimizer step: its loss, the learning rate it used, the norm before clipping."""
         self.losses.append(loss)
         self.learning_rates.append(lr)
         self.grad_norms.append(grad_norm)
+        self.tokens += tokens
         self.increment_step()
 
     def record_epoch(self, loss: float | None = None, lr: float | None = None) -> None:

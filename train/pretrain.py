@@ -17,6 +17,7 @@ from ..optim import WarmupCosineDecay
 from .batch import LMBatch
 from .checks import Checked
 from .evaluate import evaluate_batches
+from .lock import Lock
 from .metrics import perplexity, tokens_per_second
 from .trainer import TransformerTrainer
 
@@ -127,9 +128,9 @@ class PretrainResult:
 class PretrainLoop:
     """Train `trainer` on `batch_at(i)` for i = 0, 1, ... and validate on `valid` every epoch.
 
-    With a `folder`, each epoch that passes its gates leaves `ckpt/epoch-NNN.apr` and
-    `ckpt/epoch-NNN.metadata.json` there. The learning rate is the loop's; what the trainer was
-    built with (seed, clipping, decay) must be what `config` says.
+    With a `folder`, each epoch that passes its gates leaves `ckpt/epoch-NNN.apr`,
+    `ckpt/epoch-NNN.metadata.json` and a snapshot in `snapshots` there. The learning rate is the
+    loop's; what the trainer was built with (seed, clipping, decay) must be what `config` says.
     """
 
     def __init__(
@@ -159,19 +160,34 @@ class PretrainLoop:
         self.batch_at, self.valid = batch_at, valid
         self.folder = None if folder is None else Path(folder)
         trainer.schedule = config.schedule
-        self.tokens_seen = 0
         self.patience_count = 0
         self.best_val_loss = math.inf
 
-    def run(self) -> PretrainResult:
-        """All epochs, or up to the gate that stops."""
-        result = PretrainResult(RunStatus.OK)
+    def run(self, resume: bool = False) -> PretrainResult:
+        """All epochs, or up to the gate that stops.
+
+        With `resume` the epochs that the trainer has done count: one loaded from `snapshots` ends
+        with the bits of the straight run. The result is of the epochs that were done here.
+        """
+        if self.folder is None:
+            return self._run(resume)
+        with Lock(self.folder / "snapshots"):
+            return self._run(resume)
+
+    def _run(self, resume: bool) -> PretrainResult:
+        result, before = PretrainResult(RunStatus.OK), None
+        done = list(self.trainer.metrics.val_losses) if resume else []
+        if not resume:
+            self.trainer.begin_epoch()
         for epoch in range(self.config.num_epochs):
-            problem = self._epoch(epoch, result)
-            if problem is not None:
+            if epoch < len(done):
+                before = done[epoch]
+            elif problem := self._epoch(epoch, before, result):
                 result.status, result.message = RunStatus.ABORTED, problem
                 break
-            if self.check_convergence(epoch, result.epochs[-1].val_loss):
+            else:
+                before = result.epochs[-1].val_loss
+            if self.check_convergence(epoch, before):
                 result.status = RunStatus.EARLY_STOP
                 result.message = (
                     f"epoch {epoch}: no better validation loss than {self.best_val_loss:.4f} "
@@ -186,36 +202,34 @@ class PretrainLoop:
             )
         return result
 
-    def _epoch(self, epoch: int, result: PretrainResult) -> str | None:
-        """One epoch; what is wrong with it, or None."""
-        begun, total, tokens, largest = time.monotonic(), 0.0, 0, 0.0
-        for _ in range(self.config.steps_per_epoch):
+    def _epoch(self, epoch: int, before: float | None, result: PretrainResult) -> str | None:
+        """The steps left of an epoch, and its validation; what is wrong with it, or None."""
+        trainer, begun, largest = self.trainer, time.monotonic(), 0.0
+        done = (trainer.batches - trainer.epoch_start) // trainer.config.accumulation_steps
+        for _ in range(done, self.config.steps_per_epoch):
             batches = self._window()
             try:
-                step, count = self._step(batches)
+                step = self._step(batches)
                 step.validate()
             except (RuntimeError, ValueError) as error:
                 return f"DIVERGENCE at epoch {epoch}: {error}"
             result.steps.append(step)
-            total, tokens = total + step.train_loss * count, tokens + count
             largest = max(largest, step.grad_norm)
-        self.tokens_seen += tokens
-        val_loss = evaluate_batches(self.trainer.model, self.valid)["loss"]
-        before = result.epochs[-1].val_loss if result.epochs else None
+        val_loss = evaluate_batches(trainer.model, self.valid)["loss"]
         if problem := self._divergence(epoch, val_loss, before):
             return problem
-        self.trainer.metrics.record_val_loss(val_loss)
-        self.trainer.end_epoch()
-        train_loss = total / max(tokens, 1)
+        train_loss = trainer.epoch_loss
+        trainer.metrics.record_val_loss(val_loss)
+        trainer.end_epoch()
         metadata = EpochMetadata(
             epoch,
             train_loss,
             val_loss,
             perplexity(train_loss),
             perplexity(val_loss),
-            self.trainer.optimizer_state_sha256(),
+            trainer.optimizer_state_sha256(),
             time.monotonic() - begun,
-            self.tokens_seen,
+            trainer.metrics.tokens,
             largest,
         )
         result.epochs.append(metadata)
@@ -235,7 +249,7 @@ class PretrainLoop:
                 )
         return batches
 
-    def _step(self, batches: list[LMBatch]) -> tuple[StepMetrics, int]:
+    def _step(self, batches: list[LMBatch]) -> StepMetrics:
         trainer, begun = self.trainer, time.monotonic()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the gate says it
@@ -247,7 +261,7 @@ class PretrainLoop:
             raise ValueError(f"step {record.step + 1}: {record.skipped}")
         rate = tokens_per_second(record.tokens, max(time.monotonic() - begun, 1e-9))
         norm = record.grad_norm if record.skipped is None else 0.0
-        return StepMetrics(record.step, record.loss, norm, record.lr, rate), record.tokens
+        return StepMetrics(record.step, record.loss, norm, record.lr, rate)
 
     def _divergence(self, epoch: int, val_loss: float, before: float | None) -> str | None:
         config = self.config
@@ -273,12 +287,15 @@ class PretrainLoop:
         if self.folder is None:
             return
         from .folder import write_atomic
+        from .snapshot import save_snapshot
 
         path = self.folder / "ckpt" / f"epoch-{metadata.epoch:03}.apr"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.trainer.save_apr(path)
             write_atomic(path.with_suffix(".metadata.json"), _json(asdict(metadata)))
+            best = self.trainer.metrics.validations_since_best == 0
+            save_snapshot(self.folder / "snapshots", self.trainer, best=best)
         except (OSError, RuntimeError) as error:  # an epoch is worth more than its copy
             warnings.warn(f"{path} was not written: {error}", RuntimeWarning, 2)
 

@@ -332,6 +332,9 @@ def _compare(snapshot: Snapshot, trainer: TransformerTrainer) -> None:
             f"{snapshot.path} was saved with other settings: "
             + ", ".join(f"{n} was {theirs.get(n)}, is {ours.get(n)}" for n in serious)
         )
+    version = importlib.metadata.version("afinar")
+    if state["version"] != version:
+        snapshot.notes.append(f"it was saved by afinar {state['version']}, this is {version}")
     for name in changed:
         snapshot.notes.append(f"{name} was {theirs.get(name)}, is {ours.get(name)}")
     model = _plain(trainer.model.config)

@@ -326,7 +326,7 @@ class TransformerTrainer:
         record.step = self.step
         total, tokens = self._epoch
         self._epoch = total + record.loss * record.tokens, tokens + record.tokens
-        self.metrics.record_step(record.loss, record.lr, record.grad_norm)
+        self.metrics.record_step(record.loss, record.lr, record.grad_norm, record.tokens)
 
     def _overflow(self, record: StepRecord) -> None:
         self.overflows_in_a_row += 1
