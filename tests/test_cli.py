@@ -440,10 +440,23 @@ def test_a_run_without_a_snapshot_starts_again(run, tmp_path):
     assert (copy / "digests.json").read_bytes() == (run / "digests.json").read_bytes()
 
 
+def test_checkpointing_changes_no_byte_of_the_record_and_may_change(run, tmp_path):
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "snapshots" / "step-00000006")
+    assert main(["train", "--resume", str(copy), "--checkpointing", "segments"]) == 0
+    config = ["--config", str(run / "run.toml"), "--checkpointing", "blocks", "--out", str(other)]
+    assert main(["train", *config]) == 0
+    for again in (copy, other):
+        assert (again / "digests.json").read_bytes() == (run / "digests.json").read_bytes()
+        assert main(["verify", str(again)]) == 0
+
+
 def test_a_resumed_run_keeps_its_settings_and_data(run, text, tmp_path, capsys):
     assert "--lr 0.1 differs from the run's 0.003" in error(
         capsys, "train", "--resume", run, "--lr", "0.1"
     )
+    assert "--keep is 0; it must be" in error(capsys, "train", "--resume", run, "--keep", "0")
     other = tmp_path / "other.txt"
     other.write_text("x" * 1000)
     assert "the data is not the run's any more" in error(

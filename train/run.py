@@ -33,8 +33,8 @@ from .trainer import TransformerTrainer
 # What a row of metrics says about the machine rather than about the run.
 OF_THE_MACHINE = ("tokens_per_s",)
 
-# Settings that say where and how often to write, not what is computed.
-PLACES = ("data", "model", "out", "threads", "device", "keep", "prompt")
+# Settings that no result depends on: where to run and to write, and what backward computes twice.
+FREE = ("data", "model", "out", "threads", "device", "keep", "prompt", "checkpointing")
 
 
 @dataclass
@@ -289,7 +289,7 @@ def validate(run: Run) -> dict[str, float | None]:
 
 def settings_sha256(settings: Settings) -> str:
     """SHA-256 of the settings that decide the result, as sorted JSON."""
-    values = {k: v for k, v in dataclasses.asdict(settings).items() if k not in PLACES}
+    values = {k: v for k, v in dataclasses.asdict(settings).items() if k not in FREE}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

@@ -23,13 +23,10 @@ from .environment import environment, one_line, peak_memory_mb
 from .folder import RunFolder
 from .plot import run_curves
 from .progress import Progress, clock
-from .run import Run, at, build, due, record, steps
+from .run import FREE, Run, at, build, due, record, steps
 from .settings import Settings, flag
 from .snapshot import NoSnapshotError, load_snapshot, save_snapshot
 from .text import TOKENIZER_FILES
-
-# A resumed run keeps its settings; only these may be given anew, since no result depends on them.
-MAY_CHANGE = ("threads", "device", "keep", "prompt", "data", "model", "out")
 
 COPIED = (*TOKENIZER_FILES, "generation_config.json")
 
@@ -52,12 +49,12 @@ def resume(path: str, flags: dict[str, Any], stream: TextIO) -> int:
     folder = RunFolder.open(path)
     settings = folder.settings()
     for name, value in flags.items():
-        if name not in MAY_CHANGE and value != getattr(settings, name):
+        if name not in FREE and value != getattr(settings, name):
             raise ValueError(
                 f"{flag(name)} {value} differs from the run's {getattr(settings, name)}; a resumed "
-                f"run keeps its settings (but for {', '.join(map(flag, MAY_CHANGE))})"
+                f"run keeps its settings (but for {', '.join(map(flag, FREE))})"
             )
-    settings = _absolute(dataclasses.replace(settings, **flags))
+    settings = _absolute(dataclasses.replace(settings, **flags).complete())
     with folder.locked():
         begun = (folder / "digests.json").is_file()  # else it was killed while it began
         session = (Session.again if begun else Session.begin)(settings, folder, stream)

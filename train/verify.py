@@ -76,14 +76,17 @@ class Record:
 
     @classmethod
     def read(cls, folder: RunFolder) -> Record:
-        """ValueError, KeyError, TypeError or AttributeError if it is not a record."""
-        head = folder.digests()
-        digests = {r["step"]: r for r in head.get("steps", [])}
-        rows = {row["step"]: row for row in folder.metrics()}
+        """ValueError if it is not a record."""
+        try:
+            head, sessions = folder.digests(), folder.environment().get("sessions", [])
+            digests = {int(r["step"]): r for r in head.get("steps", [])}
+            rows = {int(row["step"]): row for row in folder.metrics()}
+            ended = int(sessions[-1]["steps"][1]) if sessions else None
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"a part is missing or of another kind: {error!r}") from None
         if not digests:
             raise ValueError("digests.json records no step")
-        sessions = folder.environment().get("sessions", [])
-        return cls(head, digests, rows, sessions[-1]["steps"][1] if sessions else None)
+        return cls(head, digests, rows, ended)
 
     @property
     def last(self) -> int:
@@ -123,7 +126,7 @@ def verify(
     try:
         written = Record.read(folder)
         settings = dataclasses.replace(folder.settings(), threads=threads)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except ValueError as error:
         report.problems.append(f"the record cannot be read: {error}")
         return report
     last = written.last
