@@ -15,10 +15,9 @@ import numpy as np
 
 from . import launch
 
-try:
+cupy: Any = None
+with contextlib.suppress(ImportError):
     import cupy  # pyright: ignore[reportMissingImports]
-except ImportError:
-    cupy = None
 
 KERNELS: dict[str, Kernel] = {}
 

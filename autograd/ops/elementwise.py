@@ -20,6 +20,7 @@ from ..pointwise import (
     choose,
     compute,
     like,
+    on_gpu,
     pointwise,
     pointwise_pair,
     scalar,
@@ -134,6 +135,12 @@ def _sum(x, y):
 
 
 _add = two_to_one(_sum)
+_add_on_gpu = on_gpu(_sum)
+
+
+@add_arrays.gpu
+def add_arrays_gpu(x, y, out):
+    return _add_on_gpu(x, y, out=out)
 
 
 # --- powers and transcendental functions ------------------------------------------------------
