@@ -63,7 +63,7 @@ class Trace:
 
 def _method(form: str, swapped: bool = False) -> Callable:
     def method(self: Value, *others: Any) -> Value:
-        return self.trace.put(form, *(others[::-1] + (self,) if swapped else (self, *others)))
+        return self.trace.put(form, *((*others, self) if swapped else (self, *others)))
 
     return method
 
