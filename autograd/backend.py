@@ -16,8 +16,11 @@ import numpy as np
 from . import launch
 
 cupy: Any = None
-with contextlib.suppress(ImportError):
+no_cupy = ""  # why, in the words of Python or of CuPy
+try:
     import cupy  # pyright: ignore[reportMissingImports]
+except ImportError as error:
+    no_cupy = str(error).strip().partition("\n")[0]
 
 KERNELS: dict[str, Kernel] = {}
 
@@ -39,9 +42,12 @@ def reference_bodies() -> Iterator[None]:
         _reference_only.reset(token)
 
 
+ARRAYS = (np.ndarray,) if cupy is None else (np.ndarray, cupy.ndarray)
+
+
 def is_array(x: Any) -> bool:
     """Whether `x` is an array of either device."""
-    return isinstance(x, np.ndarray) or (cupy is not None and isinstance(x, cupy.ndarray))
+    return isinstance(x, ARRAYS)
 
 
 def array_module(x: Any) -> ModuleType:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor, no_grad, softmax
+from ..autograd.backend import array_module
 from ..autograd.random import make_key, raw_words
 from .decode import DecodeStep, can_decode
 from .llama import Transformer
@@ -24,7 +25,8 @@ class KVCache:
     def __init__(self, model: LanguageModel, B: int, capacity: int):
         layers, G, D = model.cache_shape
         self.length = 0
-        self.kv = [np.empty((2, B, capacity, G, D), np.float32) for _ in range(layers)]
+        xp = array_module(model.parameters()[0].data)
+        self.kv = [xp.empty((2, B, capacity, G, D), np.float32) for _ in range(layers)]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values of a layer, the new ones last.   (B, T, G, D) -> (B, S, G, D)"""

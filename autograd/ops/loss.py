@@ -8,6 +8,7 @@ import numpy as np
 
 from ..backend import FLOATS, array_module, keeping, kernel
 from ..buffers import empty, zeros
+from ..device import beside
 from ..launch import body
 from ..mathf import exp, log
 from ..precision import compute_dtype
@@ -95,7 +96,7 @@ def _labels(op_name, x, targets, V, ignore_index, reduction):
             f"{op_name}: targets {x.shape[:-1]} needed for an input {x.shape}, given {labels.shape}"
         )
     count = int((labels != ignore_index).sum()) if reduction == "mean" else 1
-    return labels.reshape(-1), max(count, 1)
+    return beside(labels.reshape(-1), x), max(count, 1)
 
 
 def _loss(x, total, count):

@@ -48,7 +48,10 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     @property
     def data(self):
-        return _Memory(self._host.__array_interface__["data"][0])
+        root = self._host
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        return _Pointer(*(a.__array_interface__["data"][0] for a in (self._host, root)))
 
     @property
     def base(self):
@@ -141,9 +144,15 @@ class _Flags(NamedTuple):
     owndata: bool
 
 
-class _Memory:
-    def __init__(self, ptr):
-        self.ptr = ptr
+class _Memory(NamedTuple):
+    ptr: int
+
+
+class _Pointer:
+    """Where an array begins, and the memory that it was cut from."""
+
+    def __init__(self, ptr, start):
+        self.ptr, self.mem = ptr, _Memory(start)
 
 
 def _wrap(x):
@@ -166,11 +175,16 @@ def _unwrap(x, indexing=False):
 
 
 def asarray(x, dtype=None, order=None):
-    return ndarray(np.asarray(x._host if isinstance(x, ndarray) else x, dtype, order=order))
+    """A copy of what comes from the CPU."""
+    if isinstance(x, ndarray):
+        return ndarray(np.asarray(x._host, dtype, order=order))
+    return array(x, dtype, order=order or "K")
 
 
 def array(x, dtype=None, copy=True, order="K"):
-    return ndarray(np.array(x._host if isinstance(x, ndarray) else x, dtype, order=order))
+    host = np.array(x._host if isinstance(x, ndarray) else x, dtype, order=order)
+    cuda.memory.count(host.nbytes)
+    return ndarray(host)
 
 
 def asnumpy(x):
@@ -296,8 +310,23 @@ class _Cuda:
         @staticmethod
         def getDeviceCount():  # noqa: N802
             if os.environ.get("CUDA_ON_CPU_NO_DEVICE"):
-                raise _Cuda.runtime.CUDARuntimeError("cudaErrorInsufficientDriver")
+                raise _Cuda.runtime.CUDARuntimeError("cudaErrorInsufficientDriver: CUDA driver "
+                                                     "version is insufficient for CUDA runtime "
+                                                     "version")  # fmt: skip
             return 1
+
+        @staticmethod
+        def getDevice():  # noqa: N802
+            return 0
+
+        @staticmethod
+        def getDeviceProperties(id):  # noqa: N802
+            return {"name": b"Emulated GPU"}
+
+    class nvrtc:  # noqa: N801
+        @staticmethod
+        def getVersion():  # noqa: N802
+            return 13, 0
 
     class memory:  # noqa: N801
         class OutOfMemoryError(MemoryError):
