@@ -27,13 +27,17 @@ def why_no_gpu() -> str | None:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # CUDARuntimeError, which only a CuPy that works could name
-        return f"CuPy is installed, but an NVIDIA driver for it and a GPU are needed ({_line(error)})"
+        return (
+            f"CuPy is installed, but an NVIDIA driver for it and a GPU are needed ({_line(error)})"
+        )
     if not count:
         return "CuPy is installed, but there is no GPU that it can see"
     try:
         cupy.cuda.nvrtc.getVersion()
     except Exception as error:
-        return f"CuPy finds no CUDA compiler: pip install 'afinar[gpu]' brings NVRTC ({_line(error)})"
+        return (
+            f"CuPy finds no CUDA compiler: pip install 'afinar[gpu]' brings NVRTC ({_line(error)})"
+        )
     return None
 
 
@@ -121,7 +125,9 @@ def with_memory(run: Callable[[], Result], what: str, advice: str) -> Result:
         if not _memory_ended(error):
             raise
         last = _line(error)
-    raise MemoryError(f"{what}: the memory does not suffice, even after a second try; {advice} ({last})")
+    raise MemoryError(
+        f"{what}: the memory does not suffice, even after a second try; {advice} ({last})"
+    )
 
 
 def _memory_ended(error: Exception) -> bool:
