@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import _cublas
+
 EMULATED = True
 __version__ = "0 (emulated on the CPU)"
 
@@ -217,7 +219,7 @@ def __getattr__(name):
 
 _HERE = Path(__file__).parent.parent
 _KERNEL = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\(\w+\)\s+)?(\w+)\(([^)]*)\)'
+    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([\w, ]+\)\s+)?(\w+)\(([^)]*)\)'
 )
 
 
@@ -319,6 +321,8 @@ class _Cuda:
         def getDevice():  # noqa: N802
             return 0
 
+        CUDA_R_32F, CUDA_R_64F, CUDA_R_16F, CUDA_R_16BF = 0, 1, 2, 14
+
         @staticmethod
         def getDeviceProperties(id):  # noqa: N802
             return {"name": b"Emulated GPU"}
@@ -339,6 +343,12 @@ class _Cuda:
         def count(cls, nbytes):
             if cls.fail_at is not None and nbytes >= cls.fail_at:
                 raise cls.OutOfMemoryError(f"Out of memory allocating {nbytes} bytes")
+
+    cublas = _cublas
+
+    @staticmethod
+    def get_cublas_handle():
+        return 0
 
     class Stream:
         class null:  # noqa: N801
