@@ -25,8 +25,6 @@ def embedding(weight, ids):
         raise ValueError(f"embedding: a weight (V, C) needed, given shape {weight.shape}")
     V, C = weight.shape
     ids = beside(as_ids("embedding", "id", ids, V), weight)
-    if array_module(weight) is not np:
-        ids = cuda.asarray(ids)  # they may come from a file
     shape, ids = ids.shape, ids.reshape(-1)
     rows = embedding_rows(weight, ids)  # (N, C)
     return rows.reshape(*shape, C), (
