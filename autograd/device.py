@@ -106,11 +106,16 @@ def finish(device: str) -> None:
         backend.cupy.cuda.Stream.null.synchronize()
 
 
-def with_memory(run: Callable[[], Result], what: str, advice: str) -> Result:
+def with_memory(
+    run: Callable[[], Result],
+    what: str,
+    advice: str,
+    again: Callable[[], Result] | None = None,
+) -> Result:
     """`run()`; if memory ends, give back what is held unused and run once more.
 
-    `run` must be one that can be repeated. MemoryError, if it fails again, says `what` was done
-    and gives `advice`.
+    `again` is what to run then, where `run` cannot be repeated. MemoryError, if that fails too,
+    says `what` did not fit and gives `advice`.
     """
     try:
         return run()
@@ -120,14 +125,12 @@ def with_memory(run: Callable[[], Result], what: str, advice: str) -> Result:
     # Past the block the error is gone, and with it all that its frames held.
     release_memory()
     try:
-        return run()
+        return (again or run)()
     except Exception as error:
         if not _memory_ended(error):
             raise
         last = _line(error)
-    raise MemoryError(
-        f"{what}: the memory does not suffice, even after a second try; {advice} ({last})"
-    )
+    raise MemoryError(f"{what}: too much for the memory, tried twice; {advice} ({last})")
 
 
 def _memory_ended(error: Exception) -> bool:

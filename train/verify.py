@@ -2,8 +2,8 @@
 
 What is promised: in float32 (and in 16 bits with `deterministic`) a run's digests are the same at
 any number of threads and on any processor, so a replay elsewhere must give them all. In 16 bits
-without `deterministic` that holds on processors of one kind. A replay needs the version of afinar
-that made the record.
+without `deterministic` that holds on processors of one kind. A GPU has bits of its own, unless
+`deterministic`; its records say so. A replay needs the version of afinar that made the record.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..lora import lora_modules
 from ..optim import weights_sha256
 from ..transformer.hf_config import config_to_hf
 from ..transformer.safetensors_io import TensorFile
+from .bits import device_for, keeps_mode
 from .data import STDLIB, find_files, hash_files
 from .environment import environment
 from .folder import RunFolder
@@ -40,6 +41,7 @@ class Report:
         return not self.problems
 
 
+@keeps_mode
 def verify(
     run: str | Path,
     *,
@@ -47,6 +49,7 @@ def verify(
     start: int | None = None,
     stop: int | None = None,
     threads: int | None = None,
+    device: str = "auto",
     on_step: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> Report:
     """Replay the steps after `start` (a snapshot's, or 0) up to `stop` and compare every record.
@@ -79,6 +82,8 @@ def verify(
     if missing := [n for n in wanted if n not in records]:
         report.problems.append(f"digests.json has no digests of step {missing[0]}")
         return report
+    compared = (r for r in folder.digests()["steps"] if report.start <= r["step"] <= report.stop)
+    settings.device = device_for(list(compared), device)
     if data is not None:
         settings.data = str(data)
     found = hash_files(find_files(settings.data or STDLIB))  # missing data is bad input

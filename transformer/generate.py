@@ -13,6 +13,7 @@ import numpy as np
 
 from ..autograd import Tensor, no_grad, softmax
 from ..autograd.backend import array_module
+from ..autograd.device import with_memory
 from ..autograd.random import make_key, raw_words
 from .decode import DecodeStep, can_decode
 from .llama import Transformer
@@ -142,9 +143,14 @@ def _last_logits(
     start, stop = cache.length, cache.length + ids.shape[1]
     if segments is not None:
         segments, positions = segments[:, :stop], positions[:, start:stop]
-    with no_grad():
-        x = model.hidden(ids, positions, segments, cache)
-        return model.lm_head(x[:, -1]).numpy()
+
+    def run() -> np.ndarray:
+        cache.length = start
+        with no_grad():
+            x = model.hidden(ids, positions, segments, cache)
+            return model.lm_head(x[:, -1]).numpy()
+
+    return with_memory(run, f"generate: {len(ids)} texts of {stop} tokens", "give fewer or shorter")
 
 
 class _Picker:
