@@ -146,33 +146,39 @@ def _launch(a_side, b_side, scales, table, axes, M, N, K, bias, residual, out):
     steps = [(1, 0, 0)] * (3 - len(axes)) + axes
     steps = [n for step in steps for n in step][1:]
     wide = int(N % 4 == 0 and out.data.ptr % 16 == 0)
-    ends = [0 if x is None else x for x in (bias, residual)]
     tile, slots = _tiles[name], PROCESSORS * RESIDENT[name]
 
-    def run(blocks, first, number, spread, to, ends):
+    def run(blocks, first, number, spread, bias, residual, to):
         tile(
             "multiply", blocks, cuda.THREADS, *a_side, *b_side, scales, table, *steps, M, N, K,
-            first, number, int(spread), wide, *ends, to, real=out.dtype,
+            first, number, int(spread), wide, _pointer(bias), _pointer(residual), to,
+            real=out.dtype,
         )  # fmt: skip
 
     if count == 1 or rectangles >= slots:
-        run(rectangles, 0, count, False, out, ends)
+        run(rectangles, 0, count, False, bias, residual, out)
         return
     most = min(count, -(-4 * slots // rectangles))  # blocks of k whose sums are stored at once
     parts = cuda.empty((most, out.size), out.dtype)
     for first in range(0, count, most):
         number = min(most, count - first)
-        run(rectangles * number, first, number, True, parts, (0, 0))
-        finished = ends if first + number == count else (0, 0)
-        _add_up(parts, number, first == 0, N, *finished, out)
+        run(rectangles * number, first, number, True, None, None, parts)
+        if first + number < count:
+            _add_up(parts, number, first == 0, N, None, None, out)
+        else:
+            _add_up(parts, number, first == 0, N, bias, residual, out)
 
 
 def _add_up(parts, number, fresh, N, bias, residual, out):
     """out = residual + ((parts[0] + parts[1] + ...) + bias); where not fresh, out is added to."""
     _rest(
-        "add_up", cuda.blocks(out.size), cuda.THREADS, parts, number, int(fresh), N, bias, residual,
-        out, out.size, real=out.dtype,
+        "add_up", cuda.blocks(out.size), cuda.THREADS, parts, number, int(fresh), N, _pointer(bias),
+        _pointer(residual), out, out.size, real=out.dtype,
     )  # fmt: skip
+
+
+def _pointer(x):
+    return 0 if x is None else x
 
 
 @functools.lru_cache(4096)
@@ -452,7 +458,7 @@ _SCALARS = {char: np.array([1, 0], char) for char in "fd"}  # what cuBLAS reads 
 def _cublas(a, b, transpose_a, transpose_b, batch, M, N, K, bias, residual, out):
     if a.dtype != b.dtype:
         a, b = (_widened(x) if x.itemsize == 2 else x for x in (a, b))
-    a, b, ((count, step_a, step_b),) = _batch(*map(_plain, (a, b)), batch, 1)
+    a, b, ((count, step_a, step_b),) = _batch(_plain(a), _plain(b), batch, 1)
     rows_a, rows_b = (max(x.strides[-2] // x.itemsize, x.shape[-1]) for x in (a, b))
     cupy = backend.cupy
     runtime, handle = cupy.cuda.runtime, cupy.cuda.get_cublas_handle()
@@ -477,8 +483,7 @@ def _cublas(a, b, transpose_a, transpose_b, batch, M, N, K, bias, residual, out)
             real, -1,
         )  # fmt: skip
     if not grows and (bias is not None or residual is not None):
-        ends = (0 if x is None else x for x in (bias, residual))
-        _add_up(to, 1, True, N, *ends, out)
+        _add_up(to, 1, True, N, bias, residual, out)
 
 
 def _plain(x):
