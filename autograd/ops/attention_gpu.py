@@ -28,14 +28,20 @@ from . import attention_plan as plan
 from .attention import attention_backward, attention_forward
 from .dropout import KEEP_8, drop_threshold, keep_scale
 
-WIDTHS = (32, 64, 96, 128, 192, 256)  # head sizes that there is a source for; others are filled up
 KINDS = {"f": 0, "d": 0, "H": 1, "h": 2}  # how q, k and v are stored: as bfloat16, as float16
 ROWS = {"f": 64, "d": 32}  # of a block
 
 
-def _per_thread(width: int) -> tuple[int, int]:
-    """Rows of a half warp, as registers permit: when one sum is kept for each, and when two."""
-    return (8 if width <= 128 else 4), (8 if width <= 64 else 4 if width <= 128 else 2)
+# By width: rows of a half warp and blocks that a processor holds at once, as registers permit, for
+# kernels that keep one sum for each row, and for the one that keeps two.
+SHAPES = {
+    32: ((8, 3), (4, 2)),
+    64: ((8, 3), (4, 2)),
+    96: ((8, 2), (4, 1)),
+    128: ((8, 2), (4, 1)),
+    192: ((4, 1), (2, 1)),
+    256: ((4, 1), (2, 1)),
+}  # other sizes of heads are filled up
 
 
 _TEXT = (
@@ -70,13 +76,16 @@ __device__ inline REAL most_of_16(REAL x) {
 // An array (B, N, heads, D), all but its last axis strided.
 struct Heads { const void *x; i64 kind, b, n, h; };
 
-// to[r][d] = x[r][d] * factor, where r < count and d < D, else 0
+// to[r][d] = x[r][d] * factor, where r < count and d < D, else 0: a warp reads 32 channels
 template <int THREADS, int N, int WIDE, int LEAD, class T>
 __device__ inline void fill(REAL *to, const T *x, i64 step, i64 count, i64 D, REAL factor) {
+    const int first = threadIdx.x / 32;
+    for (int d = threadIdx.x % 32; d < WIDE; d += 32) {
+        const T *from = x + first * step + d;
+        const i64 rows = d < D ? count : 0;
 #pragma unroll 8
-    for (int i = threadIdx.x; i < N * WIDE; i += THREADS) {
-        const int r = i / WIDE, d = i % WIDE;
-        to[r * LEAD + d] = r < count && d < D ? widened(x[r * step + d]) * factor : (REAL)0;
+        for (int r = first; r < N; r += THREADS / 32, from += step * (THREADS / 32))
+            to[r * LEAD + d] = r < rows ? widened(*from) * factor : (REAL)0;
     }
 }
 // The same for rows n, n + 1 ... of a head, channels from d on.
@@ -203,7 +212,7 @@ __device__ inline REAL factor_of(const unsigned char *drawn, Rule rule, i64 firs
 }
 
 // items: batch row, first query, queries, first key, end of the keys
-extern "C" __global__ void __launch_bounds__(ONE) attention_forward(
+extern "C" __global__ void __launch_bounds__(ONE, MOST1) attention_forward(
     const i64 *items, const void *q, const void *k, const void *v, i64 kind, i64 q_b, i64 q_t,
     i64 q_h, i64 k_b, i64 k_s, i64 k_h, i64 v_b, i64 v_s, i64 v_h, const i64 *segments, i64 holes,
     i64 reach, i64 window, REAL scale, i64 key0, i64 key1, i64 threshold, REAL boost, REAL *out,
@@ -304,7 +313,7 @@ __device__ inline void harden(REAL &s, REAL &d, REAL lse, REAL delta, bool drops
     d = p * (d - delta);
 }
 
-extern "C" __global__ void __launch_bounds__(ONE) query_gradient(
+extern "C" __global__ void __launch_bounds__(ONE, MOST1) query_gradient(
     const i64 *items, const void *g, i64 g_b, i64 g_t, i64 g_h, const void *q, const void *k,
     const void *v, i64 kind, i64 q_b, i64 q_t, i64 q_h, i64 k_b, i64 k_s, i64 k_h, i64 v_b,
     i64 v_s, i64 v_h, const i64 *segments, i64 holes, i64 reach, i64 window, REAL scale, i64 key0,
@@ -367,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(ONE) query_gradient(
 }
 
 // items: batch row, first key, keys, first query, end of the queries
-extern "C" __global__ void __launch_bounds__(TWO) key_gradients(
+extern "C" __global__ void __launch_bounds__(TWO, MOST2) key_gradients(
     const i64 *items, const void *g, i64 g_b, i64 g_t, i64 g_h, const void *q, const void *k,
     const void *v, i64 kind, i64 q_b, i64 q_t, i64 q_h, i64 k_b, i64 k_s, i64 k_h, i64 v_b,
     i64 v_s, i64 v_h, const i64 *segments, i64 holes, i64 reach, i64 window, REAL scale, i64 key0,
@@ -443,19 +452,25 @@ extern "C" __global__ void __launch_bounds__(TWO) key_gradients(
 
 
 def _source(width: int) -> cuda.Source:
-    one, two = _per_thread(width)
-    return cuda.Source(f"constexpr int W = {width}, R1 = {one}, R2 = {two};" + _TEXT)
+    def text(real: str) -> str:
+        (one, two), most = zip(*SHAPES[width], strict=True)
+        most = most if real == "float" else (1, 1)
+        names = f"W = {width}, R1 = {one}, R2 = {two}, MOST1 = {most[0]}, MOST2 = {most[1]}"
+        return f"constexpr int {names};{_TEXT}"
+
+    return cuda.Source(text)
 
 
-_SOURCES = {width: _source(width) for width in WIDTHS}
+_SOURCES = {width: _source(width) for width in SHAPES}
 
 
 def _chosen(D: int) -> tuple[cuda.Source, int, int]:
     """The source for heads of that size, and the rows of a half warp in its kernels."""
-    width = next((w for w in WIDTHS if w >= D), None)
+    width = next((w for w in SHAPES if w >= D), None)
     if width is None:
-        raise ValueError(f"attention: heads of {D} channels; on a GPU at most {WIDTHS[-1]}")
-    return _SOURCES[width], *_per_thread(width)
+        raise ValueError(f"attention: heads of size {D} given, on a GPU at most {max(SHAPES)}")
+    (one, _), (two, _) = SHAPES[width]
+    return _SOURCES[width], one, two
 
 
 @attention_forward.gpu
