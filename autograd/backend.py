@@ -96,6 +96,10 @@ class Kernel:
                     "move both to one device"
                 )
         body = self.fast.get(module)
+        if body is None and module is not np and not _reference_only.get():
+            raise RuntimeError(
+                f"{self.__name__} has no body for the GPU, and its reference has other bits"
+            )
         if body is None or _reference_only.get() or (module is np and not launch.JIT):
             run = functools.partial(self.reference, *args)
         else:

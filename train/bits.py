@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..autograd import is_deterministic, set_deterministic
-from ..autograd.device import gpu_memory, gpu_name, resolve_device, why_no_gpu
-from .trainer import TransformerTrainer
+from ..autograd.device import gpu_name, resolve_device, why_no_gpu
+from .trainer import StepRecord, TransformerTrainer
 
 
 def own_device(trainer: TransformerTrainer) -> str | None:
@@ -31,12 +31,12 @@ def describe_device(trainer: TransformerTrainer) -> dict[str, Any]:
     }
 
 
-def memory_mb(trainer: TransformerTrainer) -> dict[str, float]:
-    """MiB of GPU memory that arrays use, and that the pool holds; nothing on a CPU."""
-    if trainer.device == "cpu":
+def memory_mb(step: StepRecord) -> dict[str, float]:
+    """MiB of GPU memory that arrays used, and that the pool held; nothing on a CPU."""
+    if step.gpu_memory is None:
         return {}
-    used, held = gpu_memory()
-    return {"gpu_used_mb": round(used / 2**20, 1), "gpu_held_mb": round(held / 2**20, 1)}
+    used, held = (round(n / 2**20, 1) for n in step.gpu_memory)
+    return {"gpu_used_mb": used, "gpu_held_mb": held}
 
 
 def device_for(steps: list[dict[str, Any]], asked: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..autograd import set_num_threads
+from ..autograd.device import resolve_device
 from ..lora import load_adapter_peft, lora_modules, merge_lora
 from ..lora.native import read_json, refuse_mlx
 from ..optim import weights_sha256
@@ -70,7 +71,7 @@ def build(settings: Settings) -> Run:
     """
     if settings.threads is not None:
         set_num_threads(settings.threads)
-    train_config(settings)  # refuses before anything is loaded
+    resolve_device(train_config(settings).device)  # refuses before anything is loaded
     tokenizer = load_tokenizer(settings.model)
     data = load_data(
         settings.data or STDLIB,
@@ -232,7 +233,7 @@ def steps(run: Run, stop: int) -> Iterator[dict[str, Any]]:
             "grad_norm": _number(window.grad_norm),
             "tokens": seen,
             "tokens_per_s": round(seen / (time.perf_counter() - start), 1),
-            **memory_mb(trainer),
+            **memory_mb(window),
         }
         if window.skipped:
             row["skipped"] = window.skipped

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..autograd import GradScaler, Tensor, compute_in
-from ..autograd.device import finish, resolve_device, with_memory
+from ..autograd.device import finish, gpu_memory, resolve_device, with_memory
 from ..autograd.precision import all_finite
 from ..autograd.tape import keep_results
 from ..lora import (
@@ -61,6 +61,7 @@ class StepRecord:
     grad_norm: float  # before clipping
     tokens: int
     skipped: str | None = None  # why the gradient was not applied
+    gpu_memory: tuple[int, int] | None = None  # bytes in use before the step, and held by the pool
 
 
 class TransformerTrainer:
@@ -304,6 +305,7 @@ class TransformerTrainer:
         mean = 1 / (tokens * self._unit * self.scaler.scale) if tokens else 0.0
         norm = grad_norm(self.optimizer.params) * mean
         record = StepRecord(self.step, self._loss_sum / max(tokens, 1), lr, norm, tokens)
+        record.gpu_memory = gpu_memory() if self.device == "gpu" else None
         if not tokens:
             record.skipped = "no token counts"
             warnings.warn(f"window {self.windows}: no token counts; skipped", RuntimeWarning, 2)
