@@ -145,7 +145,8 @@ def _launch(a_side, b_side, scales, table, axes, M, N, K, bias, residual, out):
     name, rectangles = _choose(batch, M, N, count, cuda.REALS[real])
     steps = [(1, 0, 0)] * (3 - len(axes)) + axes
     steps = [n for step in steps for n in step][1:]
-    wide = int(N % 4 == 0 and out.data.ptr % 16 == 0)
+    ends = [x for x in (bias, residual, out) if x is not None]
+    wide = int(N % 4 == 0 and all(x.data.ptr % 16 == 0 for x in ends))
     tile, slots = _tiles[name], PROCESSORS * RESIDENT[name]
 
     def run(blocks, first, number, spread, bias, residual, to):
@@ -256,6 +257,8 @@ template <int SIDE> struct Feed {
         rest = (int)min(x.size - first, (i64)SIDE) - side;
         place = k * ROW + side;
         stride = x.across ? K_APART * ROW : APART;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) held[e] = 0;
     }
     __device__ inline void fetch(i64 k0) {
         const int left = (int)min(x.K - k0, (i64)DEPTH) - k;
@@ -282,17 +285,81 @@ template <int SIDE> struct Feed {
             }
         }
     }
+    // What does not exist may become anything: no result that is kept depends on it.
     __device__ inline void put(REAL *shared) {
-        i64 from = at;
+        if (x.kind == SAME) {
 #pragma unroll
-        for (int e = 0; e < EACH; e++, from += step)
-            if (e < count) {
-                REAL v = held[e];
-                if (x.kind == CODES) v = x.table[(int)v] * x.scales[from / BLOCK];
-                else if (x.kind != SAME) v = widened((float)v, x.kind);
-                shared[place + e * stride] = v;
-            }
+            for (int e = 0; e < EACH; e++) shared[place + e * stride] = held[e];
+        } else if (x.kind == CODES) {
+            i64 from = at;
+#pragma unroll
+            for (int e = 0; e < EACH; e++, from += step)
+                if (e < count)
+                    shared[place + e * stride] = x.table[(int)held[e]] * x.scales[from / BLOCK];
+        } else {
+#pragma unroll
+            for (int e = 0; e < EACH; e++)
+                shared[place + e * stride] = widened((float)held[e], x.kind);
+        }
         at += x.across ? DEPTH * x.row : DEPTH;
+    }
+};
+
+// HIGH rows of a thread's elements. All are read before one is needed; where rows are `wide`, they
+// and what lies in memory are multiples of 16 bytes.
+struct Square {
+    Pack<LONG> v[HIGH][OVER];
+
+    __device__ inline void read(const REAL *x, i64 rows, i64 columns, i64 row, i64 wide) {
+        if (wide) {
+#pragma unroll
+            for (int i = 0; i < HIGH; i++)
+#pragma unroll
+                for (int q = 0; q < OVER; q++)
+                    if (i < rows && q * (COLUMNS / OVER) < columns)
+                        v[i][q] = *(const Pack<LONG> *)(x + i * row + q * (COLUMNS / OVER));
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < HIGH; i++)
+#pragma unroll
+            for (int j = 0; j < TN; j++)
+                if (i < rows && place(j) < columns)
+                    v[i][j / LONG].v[j % LONG] = x[i * row + place(j)];
+    }
+    __device__ inline void write(REAL *x, i64 rows, i64 columns, i64 row, i64 wide) const {
+        if (wide) {
+#pragma unroll
+            for (int i = 0; i < HIGH; i++)
+#pragma unroll
+                for (int q = 0; q < OVER; q++)
+                    if (i < rows && q * (COLUMNS / OVER) < columns)
+                        *(Pack<LONG> *)(x + i * row + q * (COLUMNS / OVER)) = v[i][q];
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < HIGH; i++)
+#pragma unroll
+            for (int j = 0; j < TN; j++)
+                if (i < rows && place(j) < columns)
+                    x[i * row + place(j)] = v[i][j / LONG].v[j % LONG];
+    }
+    __device__ static inline int place(int j) { return j / LONG * (COLUMNS / OVER) + j % LONG; }
+    __device__ inline void add_to(REAL (*sums)[TN]) const {
+#pragma unroll
+        for (int i = 0; i < HIGH; i++)
+#pragma unroll
+            for (int j = 0; j < TN; j++) sums[i][j] = v[i][j / LONG].v[j % LONG] + sums[i][j];
+    }
+    // Moves the sums here; they start again from 0.
+    __device__ inline void take(REAL (*sums)[TN]) {
+#pragma unroll
+        for (int i = 0; i < HIGH; i++)
+#pragma unroll
+            for (int j = 0; j < TN; j++) {
+                v[i][j / LONG].v[j % LONG] = sums[i][j];
+                sums[i][j] = 0;
+            }
     }
 };
 
@@ -358,25 +425,24 @@ extern "C" __global__ void __launch_bounds__(256, @RESIDENT@) multiply(
     // Adds the sums of a block of k to what the result holds, and ends the result.
     const auto fold = [&](bool last) {
 #pragma unroll
-        for (int i = 0; i < TM; i++) {
-            const i64 m = m0 + i / HIGH * (ROWS / DOWN) + ty * HIGH + i % HIGH;
-#pragma unroll
-            for (int q = 0; q < OVER; q++) {
-                const i64 column = n0 + q * (COLUMNS / OVER) + tx * LONG, o = m * N + column;
-                Pack<LONG> sums;
-#pragma unroll
-                for (int j = 0; j < LONG; j++) {
-                    REAL v = chain[i][q * LONG + j];
-                    chain[i][q * LONG + j] = 0;
-                    if (m >= M || column + j >= N) continue;
-                    if (!fresh) v = out[o + j] + v;
-                    if (last && bias) v = v + bias[column + j];
-                    if (last && residual) v = residual[o + j] + v;
-                    sums.v[j] = v;
-                    if (!wide) out[o + j] = v;
-                }
-                if (wide && m < M && column < N) *(Pack<LONG> *)(out + o) = sums;
+        for (int p = 0; p < DOWN; p++) {
+            const i64 m = m0 + p * (ROWS / DOWN) + ty * HIGH, n = n0 + tx * LONG, o = m * N + n;
+            REAL (*sums)[TN] = chain + p * HIGH;
+            Square held;
+            if (!fresh) {
+                held.read(out + o, M - m, N - n, N, wide);
+                held.add_to(sums);
             }
+            if (last && bias) {
+                held.read(bias + n, M - m, N - n, 0, wide);
+                held.add_to(sums);
+            }
+            if (last && residual) {
+                held.read(residual + o, M - m, N - n, N, wide);
+                held.add_to(sums);
+            }
+            held.take(sums);
+            held.write(out + o, M - m, N - n, N, wide);
         }
         fresh = false;
     };
