@@ -234,10 +234,11 @@ def _sin(x):
 
 # A thread a block of the stream.
 _source = cuda.Source(
-    lambda real: PHILOX
-    + write("turned_cos", _cos, "double")
-    + write("turned_sin", _sin, "double")
-    + r"""
+    lambda real: (
+        PHILOX
+        + write("turned_cos", _cos, "double")
+        + write("turned_sin", _sin, "double")
+        + r"""
 extern "C" __global__ void words(i64 k0, i64 k1, u64 *out, i64 n) {
     const i64 block = this_thread(), start = 4 * block;
     if (start >= n) return;
@@ -266,6 +267,7 @@ extern "C" __global__ void normal(i64 k0, i64 k1, double std, float *out, i64 n)
     }
 }
 """
+    )
 )
 
 

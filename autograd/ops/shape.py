@@ -118,9 +118,7 @@ def _check_range(x, index) -> None:
             low, high, size = int(i.min()), int(i.max()), x.shape[axis]
             if low < -size or high >= size:
                 wrong = low if low < -size else high
-                raise IndexError(
-                    f"index {wrong} is out of bounds for axis {axis} with size {size}"
-                )
+                raise IndexError(f"index {wrong} is out of bounds for axis {axis} with size {size}")
         axis += n
 
 
