@@ -1,11 +1,9 @@
 """Products, losses and rounding on the GPU: bits of the CPU, or what cuBLAS owes."""
 
-import mmap
-
 import numpy as np
 import pytest
 
-from afinar.autograd import Tensor, cuda, linear_cross_entropy, matmul, set_deterministic
+from afinar.autograd import Tensor, linear_cross_entropy, matmul, set_deterministic
 from afinar.autograd.backend import cupy
 from afinar.autograd.ops import gemm_gpu
 from afinar.autograd.ops.gemm import gemm, gemm_codes, widen
@@ -13,6 +11,7 @@ from afinar.autograd.ops.loss import cross_entropy_backward, cross_entropy_forwa
 from afinar.autograd.ops.rounding import round_bfloat16, round_float16
 from afinar.autograd.ops.softmax import softmax_rows
 from afinar.autograd.precision import compute_in
+from beyond_memory import emulated, endless, last_block, without_pages  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.gpu
 if cupy is None:
@@ -20,7 +19,6 @@ if cupy is None:
 
 FORMS = [(False, False), (False, True), (True, False), (True, True)]
 KINDS = {"f": lambda x: x, "H": round_bfloat16, "h": round_float16, "d": np.float64}
-emulated = pytest.mark.skipif(not hasattr(cupy, "EMULATED"), reason="needs memory without pages")
 
 
 @pytest.fixture
@@ -86,6 +84,16 @@ def test_every_way_to_cut_a_product_gives_one_result(processors, dtype, monkeypa
     cpu, (x, y, out) = gemm(a, b, False, False, None, old), there(a, b, old)
     assert gemm(x, y, False, False, None, out, out) is out
     assert same_bits(out, cpu)
+
+
+@pytest.mark.usefixtures("deterministic", "rectangle")
+def test_a_long_sum_is_spread_and_added_up_in_turns(monkeypatch):
+    monkeypatch.setattr(gemm_gpu, "PROCESSORS", 1)
+    rng = np.random.default_rng(10)
+    a, b = rng.standard_normal((3, 9000), np.float32), rng.standard_normal((9000, 5), np.float32)
+    bias, old = rng.standard_normal(5, np.float32), rng.standard_normal((3, 5), np.float32)
+    cpu, (x, y, *ends) = gemm(a, b, False, False, bias, old), there(a, b, bias, old)
+    assert same_bits(gemm(x, y, False, False, *ends), cpu)
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -215,35 +223,6 @@ def test_fast_products_of_nothing_and_of_odd_strides():
 
 
 # --- beyond 2**31 ---------------------------------------------------------------------------
-
-
-def endless(shape, dtype):
-    """An array of the GPU that may be far larger than memory: what is not written is 0."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    no_reserve = 0x4000  # of Linux; Python names it from 3.13 on
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-    return cupy.ndarray(np.frombuffer(memory, dtype).reshape(shape))
-
-
-@pytest.fixture
-def last_block(monkeypatch):
-    """Launches run nothing but the last block of their grid."""
-    found = cuda._function
-
-    def only(source, name, real):
-        run = found(source, name, real)
-        return lambda grid, block, args: run(grid, block, args, first=grid[0] - 1, blocks=1)
-
-    monkeypatch.setattr(cuda, "_function", only)
-
-
-@pytest.fixture
-def without_pages(monkeypatch):
-    """Large results of kernels have no pages but those that are written."""
-    empty = cuda.empty
-    monkeypatch.setattr(
-        cuda, "empty", lambda s, dtype: (endless if np.prod(s) > 1 << 30 else empty)(s, dtype)
-    )
 
 
 @emulated

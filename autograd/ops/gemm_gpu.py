@@ -50,12 +50,13 @@ def gemm_gpu(a, b, transpose_a, transpose_b, bias=None, residual=None, out=None)
         a = a.reshape(math.prod(lead), a.shape[-1])
     K, M = a.shape[-2:] if transpose_a else a.shape[:-3:-1]
     N = b.shape[-2] if transpose_b else b.shape[-1]
-    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if a.ndim + b.ndim > 4 else ()
     shape = (*batch, M, N) if lead is None else (*lead, N)
     out = cuda.empty(shape, dtype) if out is None else out
     if out.size:
-        own = is_deterministic() or not K
-        product = _product if own else _cublas
+        # cuBLAS takes sizes of 31 bits.
+        large = max(M, N, K, a.strides[-2], b.strides[-2]) >= 1 << 31
+        product = _product if is_deterministic() or large or not K else _cublas
         product(a, b, transpose_a, transpose_b, batch, M, N, K, bias, residual, out)
     return out
 
@@ -518,6 +519,8 @@ extern "C" __global__ void widen(const u16 *x, i64 kind, float *out, i64 n) {
 
 # --- cuBLAS --------------------------------------------------------------------------------
 
+# CUDA's numbers for float32, float64, float16 and bfloat16.
+_TYPES = {"f": 0, "d": 1, "h": 2, "H": 14}
 _SCALARS = {char: np.array([1, 0], char) for char in "fd"}  # what cuBLAS reads alpha and beta from
 
 
@@ -526,28 +529,23 @@ def _cublas(a, b, transpose_a, transpose_b, batch, M, N, K, bias, residual, out)
         a, b = (_widened(x) if x.itemsize == 2 else x for x in (a, b))
     a, b, ((count, step_a, step_b),) = _batch(_plain(a), _plain(b), batch, 1)
     rows_a, rows_b = (max(x.strides[-2] // x.itemsize, x.shape[-1]) for x in (a, b))
-    cupy = backend.cupy
-    runtime, handle = cupy.cuda.runtime, cupy.cuda.get_cublas_handle()
-    kinds = {
-        "f": runtime.CUDA_R_32F, "d": runtime.CUDA_R_64F, "h": runtime.CUDA_R_16F,
-        "H": runtime.CUDA_R_16BF,
-    }  # fmt: skip
-    real, kind = kinds[out.dtype.char], kinds[a.dtype.char]
+    real, kind = _TYPES[out.dtype.char], _TYPES[a.dtype.char]
     # c += a b needs no pass of its own; other ends do.
     grows = out is residual and bias is None
     one = _SCALARS[out.dtype.char].ctypes.data
     beta = one if grows else one + out.itemsize
     to = cuda.empty(out.shape, out.dtype) if out is residual and not grows else out
+    cublas, handle = backend.cupy.cuda.cublas, backend.cupy.cuda.get_cublas_handle()
     # cuBLAS counts columns first, so that it sees transposes, and makes c^T = b^T a^T.
     sizes = int(transpose_b), int(transpose_a), N, M, K, one
-    places = (b.data.ptr, kind, rows_b), (a.data.ptr, kind, rows_a), (to.data.ptr, real, N)
+    left, right = (b.data.ptr, kind, rows_b), (a.data.ptr, kind, rows_a)
+    made = to.data.ptr, real, N
     if count == 1:
-        cupy.cuda.cublas.gemmEx(handle, *sizes, *places[0], *places[1], beta, *places[2], real, -1)
+        cublas.gemmEx(handle, *sizes, *left, *right, beta, *made, real, -1)
     else:
-        cupy.cuda.cublas.gemmStridedBatchedEx(
-            handle, *sizes, *places[0], step_b, *places[1], step_a, beta, *places[2], M * N, count,
-            real, -1,
-        )  # fmt: skip
+        cublas.gemmStridedBatchedEx(
+            handle, *sizes, *left, step_b, *right, step_a, beta, *made, M * N, count, real, -1
+        )
     if not grows and (bias is not None or residual is not None):
         _add_up(to, 1, True, N, bias, residual, out)
 

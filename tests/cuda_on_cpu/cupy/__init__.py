@@ -321,8 +321,6 @@ class _Cuda:
         def getDevice():  # noqa: N802
             return 0
 
-        CUDA_R_32F, CUDA_R_64F, CUDA_R_16F, CUDA_R_16BF = 0, 1, 2, 14
-
         @staticmethod
         def getDeviceProperties(id):  # noqa: N802
             return {"name": b"Emulated GPU"}
