@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from ..autograd.random import make_key, raw_words
 from .decode import DecodeStep, can_decode
 from .llama import Transformer
 from .model import LanguageModel
+
+R = TypeVar("R")
 
 
 class KVCache:
@@ -105,7 +107,7 @@ def _steps(
     model: LanguageModel, rows: list[list[int]], n: int, pick: _Picker, stops: list[list[int]]
 ) -> Iterator[list[int | None]]:
     B, T = len(rows), max(map(len, rows))
-    cache = KVCache(model, B, T + n)
+    cache = _within_memory(lambda: KVCache(model, B, T + n), B, T + n)
     # Shorter sequences start later: what is before them is padding, a segment of its own.
     starts = np.array([T - len(row) for row in rows])
     padded = bool(starts.any())
@@ -150,7 +152,11 @@ def _last_logits(
             x = model.hidden(ids, positions, segments, cache)
             return model.lm_head(x[:, -1]).numpy()
 
-    return with_memory(run, f"generate: {len(ids)} texts of {stop} tokens", "give fewer or shorter")
+    return _within_memory(run, len(ids), stop)
+
+
+def _within_memory(run: Callable[[], R], B: int, S: int) -> R:
+    return with_memory(run, f"generate: {B} texts of {S} tokens", "give fewer or shorter ones")
 
 
 class _Picker:
