@@ -350,7 +350,7 @@ _guarded: dict[int | tuple[str, int], list[Any]] = {}
 
 def may_write(array: Any) -> bool:
     """Whether nobody else needs what is in the array: no graph saved it, no element is two."""
-    if isinstance(array, np.ndarray):
+    if isinstance(array, np.ndarray | np.generic):  # a reference body may return a number
         return array.flags.writeable
     return 0 not in array.strides and _memory(array) not in _guarded
 
