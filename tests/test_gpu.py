@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from afinar.autograd import OPS, Tensor, set_deterministic
 from afinar.autograd.backend import KERNELS, cupy
+from afinar.autograd.device import why_no_gpu
 from afinar.autograd.testing import SAMPLES
 
 pytestmark = pytest.mark.gpu
-if cupy is None:
-    pytest.skip("CuPy is not installed", allow_module_level=True)
+if (why := why_no_gpu()) is not None:
+    pytest.skip(why, allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)

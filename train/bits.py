@@ -63,7 +63,7 @@ def device_for(steps: list[dict[str, Any]], asked: str) -> str:
     if asked not in (device, "auto"):
         raise ValueError(because)
     if device == "gpu" and (why := why_no_gpu()) is not None:
-        raise ValueError(f"{because}. {why}")
+        raise ValueError(f"{because}; {why}")
     return str(device)
 
 
