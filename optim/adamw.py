@@ -254,7 +254,8 @@ extern "C" __global__ void adamw(const i64 *table, i64 count, const REAL *consta
     REAL *__restrict__ p = (REAL *)row[2], *__restrict__ m = (REAL *)row[4];
     REAL *__restrict__ v = (REAL *)row[5];
     const REAL *__restrict__ g = (const REAL *)row[3];
-    const i64 start = (blockIdx.x - row[0]) * 4096, stop = min(start + 4096, row[1]);
+    const i64 start = (blockIdx.x - row[0]) * 4096, end = start + 4096;
+    const i64 stop = end < row[1] ? end : row[1];
     for (i64 j = start + threadIdx.x; j < stop; j += blockDim.x) {
         const REAL gj = g[j] * scale;
         const REAL mj = m[j] * b1 + gj * a1;

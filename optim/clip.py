@@ -82,7 +82,8 @@ _source = cuda.Source(
 extern "C" __global__ void squares(const i64 *table, i64 count, double *parts, i64 blocks) {
     const i64 block = this_row() < blocks ? this_row() : 0;
     const i64 *row = row_of(table, count, 3, block);
-    const i64 start = (block - row[0]) * 4096, stop = min(start + 4096, row[1]);
+    const i64 start = (block - row[0]) * 4096, end = start + 4096;
+    const i64 stop = end < row[1] ? end : row[1];
     const REAL *g = (const REAL *)row[2];
     double total = 0;
 #pragma unroll 8

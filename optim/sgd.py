@@ -89,7 +89,8 @@ extern "C" __global__ void sgd(const i64 *table, i64 count, const REAL *constant
     const REAL *c = constants + (row - table) / 5 * 3;
     REAL *__restrict__ p = (REAL *)row[2], *__restrict__ velocity = (REAL *)row[4];
     const REAL *__restrict__ g = (const REAL *)row[3];
-    const i64 start = (blockIdx.x - row[0]) * 4096, stop = min(start + 4096, row[1]);
+    const i64 start = (blockIdx.x - row[0]) * 4096, end = start + 4096;
+    const i64 stop = end < row[1] ? end : row[1];
     for (i64 j = start + threadIdx.x; j < stop; j += blockDim.x) {
         const REAL next = velocity[j] * c[2] - (g[j] * c[0]) * c[1];
         velocity[j] = next;

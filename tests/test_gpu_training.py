@@ -12,7 +12,9 @@ from afinar.autograd.backend import KERNELS, cupy
 from afinar.autograd.device import beside, to_host, why_no_gpu
 from afinar.autograd.random import make_key, normal, raw_words
 from afinar.lora import LoRAConfig, apply_lora
+from afinar.lora.linear import add_columns
 from afinar.optim import SGD, AdamW, clip_grad_norm, grad_norm, weights_sha256
+from afinar.optim.adamw import adamw_update
 from afinar.train import (
     LMBatch,
     TransformerTrainConfig,
@@ -23,6 +25,7 @@ from afinar.train import (
 from afinar.train.cli import main
 from afinar.train.evaluate import evaluate_batches
 from afinar.transformer import Decoder, DecoderConfig, Transformer, TransformerConfig
+from beyond_memory import emulated, endless, last_block, without_pages  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.gpu
 if (why := why_no_gpu()) is not None:
@@ -168,6 +171,25 @@ def test_kernels_of_other_parts_have_a_body_for_the_gpu(name):
     assert cupy in KERNELS[name].fast
 
 
+@emulated
+@pytest.mark.usefixtures("last_block", "without_pages")
+def test_a_parameter_of_more_elements_than_31_bits_count():
+    size = (1 << 31) + 4096
+    arrays, last = [], [drawn(f"last {n}", 4096) for n in range(4)]
+    last[3] *= last[3]  # second moments
+    for values in last:
+        arrays.append(endless(size, np.float32))
+        arrays[-1]._host[-4096:] = values
+    constants = 0.5, 0.9, 0.1, 0.99, 0.01, 0.999, 0.1, 1.1, 1e-8
+    p, g, m, v = arrays
+    adamw_update(p, g, m, v, constants, (p, m, v))
+    adamw_update(*last, constants, (last[0], *last[2:]))
+    for big, small in zip(arrays, last, strict=True):
+        assert (big._host[-4096:] == small).all()
+    add_columns(g.reshape(-1, 1 << 12), 0, p.reshape(-1, 1 << 12))
+    assert (p._host[-256:] == (last[0] + last[1])[-256:]).all()
+
+
 # --- training ------------------------------------------------------------------------------
 
 V = 41
@@ -235,7 +257,14 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+def some_slow(names, quick):
+    """All names, those that are not among the quick ones marked slow."""
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize(
+    "name", some_slow(RUNS, ("llama", "accumulated", "dropout", "lora", "nf4"))
+)
 def test_twenty_steps_have_the_digests_of_the_cpu(name):
     shape, draw, settings = RUNS[name]
     found = []
@@ -256,7 +285,9 @@ def test_in_16_bits_deterministic_runs_have_the_digests_of_the_cpu(precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", ["llama", "lora", "checkpointed", "products kept", "dropout"])
+@pytest.mark.parametrize(
+    "name", some_slow(["llama", "lora", "checkpointed", "products kept", "dropout"], ("llama",))
+)
 def test_the_fast_modes_come_near_the_cpu(name, precision):
     set_deterministic(False)
     shape, draw, settings = RUNS[name]
@@ -280,7 +311,7 @@ def test_the_scaler_drops_a_window_that_overflows():
     assert found[1][1] == (2.0**18, 1, 3)
 
 
-@pytest.mark.parametrize("name", ["llama", "lora", "nf4"])
+@pytest.mark.parametrize("name", some_slow(["llama", "lora", "nf4"], ("llama",)))
 @pytest.mark.parametrize("way", [("cpu", "gpu"), ("gpu", "cpu")])
 def test_a_snapshot_moves_to_the_other_device(name, way, tmp_path):
     shape, draw, settings = RUNS[name]
