@@ -30,10 +30,10 @@ from .dropout import KEEP_8, drop_threshold, keep_scale
 
 KINDS = {"f": 0, "d": 0, "H": 1, "h": 2}  # how q, k and v are stored: as bfloat16, as float16
 ROWS = {"f": 64, "d": 32}  # of a block
+FEW = 8  # of a block where there are no more queries, as in decoding
 
-
-# By width: rows of a half warp and blocks that a processor holds at once, as registers permit, for
-# kernels that keep one sum for each row, and for the one that keeps two.
+# By width: rows of half a warp, and blocks that a processor holds at once, as registers permit; of
+# the kernels that keep one sum for each row, and of the one that keeps two.
 SHAPES = {
     32: ((8, 3), (4, 2)),
     64: ((8, 3), (4, 2)),
@@ -43,21 +43,7 @@ SHAPES = {
     256: ((4, 1), (2, 1)),
 }  # other sizes of heads are filled up
 
-
-_TEXT = (
-    KEEP_8
-    + r"""
-// W channels of a head; D of them are real, the rest zeros. LD is a row of CHUNK channels in shared
-// memory, LP one of 64 scores: four more than it holds, so that neighbours are in other banks.
-constexpr int ROWS = sizeof(REAL) == 4 ? 64 : 32, CHUNK = 32, LD = CHUNK + 4, LP = 68;
-constexpr int TILES = (ROWS + 64) * LD;                  // elements of two chunks
-constexpr int KEEP = TILES / W;                          // rows of W channels in their place
-constexpr int BATCH = KEEP >= 64 ? 64 : KEEP >= 32 ? 32 : KEEP >= 16 ? 16 : 8;
-constexpr int COLUMNS = W / 16, STEP = W % 64 ? 2 : 4;  // of a thread; side by side
-constexpr int ONE = 16 * ROWS / R1, TWO = 16 * ROWS / R2;  // threads of a block
-
-struct alignas(4 * sizeof(REAL)) Quad { REAL v[4]; };
-
+_WIDENED = r"""
 __device__ inline REAL widened(REAL x) { return x; }
 __device__ inline REAL widened(u16 x) { return from_bits((int)((u32)x << 16)); }
 __device__ inline REAL widened(short x) {
@@ -65,6 +51,23 @@ __device__ inline REAL widened(short x) {
     const u32 scaled = bits_of(from_bits((int)size) * 0x1p112f);  // exact; subnormals too
     return from_bits((int)(sign | (size >= 0x7c00u << 13 ? size | 0x7f800000 : scaled)));
 }
+"""
+
+_COMMON = (
+    KEEP_8
+    + _WIDENED
+    + r"""
+// W channels of a head; D of them are real, the rest zeros. LD is a row of CHUNK channels in shared
+// memory, LP one of 64 scores: four more than it holds, so that neighbours are in other banks.
+constexpr int CHUNK = 32, LD = CHUNK + 4, LP = 68;
+constexpr int HALVES = ROWS / R, THREADS = 16 * HALVES;  // of a block
+constexpr int TILES = (ROWS + 64) * LD;                  // elements of two chunks
+constexpr int KEEP = TILES / W;                          // rows of W channels in their place
+constexpr int BATCH = KEEP >= 64 ? 64 : KEEP >= 32 ? 32 : KEEP >= 16 ? 16 : 8;
+constexpr int COLUMNS = W / 16, STEP = W % 64 ? 2 : 4;  // of a thread; side by side
+
+struct alignas(4 * sizeof(REAL)) Quad { REAL v[4]; };
+
 __device__ inline float most(float x, float y) { return fmaxf(x, y); }
 __device__ inline double most(double x, double y) { return fmax(x, y); }
 // The largest of half a warp. A NaN may be passed over: it makes the sum of the row NaN.
@@ -77,7 +80,7 @@ __device__ inline REAL most_of_16(REAL x) {
 struct Heads { const void *x; i64 kind, b, n, h; };
 
 // to[r][d] = x[r][d] * factor, where r < count and d < D, else 0: a warp reads 32 channels
-template <int THREADS, int N, int WIDE, int LEAD, class T>
+template <int N, int WIDE, int LEAD, class T>
 __device__ inline void fill(REAL *to, const T *x, i64 step, i64 count, i64 D, REAL factor) {
     const int first = threadIdx.x / 32;
     for (int d = threadIdx.x % 32; d < WIDE; d += 32) {
@@ -89,24 +92,22 @@ __device__ inline void fill(REAL *to, const T *x, i64 step, i64 count, i64 D, RE
     }
 }
 // The same for rows n, n + 1 ... of a head, channels from d on.
-template <int THREADS, int N, int WIDE, int LEAD>
+template <int N, int WIDE, int LEAD>
 __device__ inline void fetch(REAL *to, Heads x, i64 b, i64 n, i64 h, i64 count, i64 d, i64 D,
                              REAL factor) {
     const i64 at = b * x.b + n * x.n + h * x.h + d;
     if (x.kind == 0)
-        fill<THREADS, N, WIDE, LEAD>(to, (const REAL *)x.x + at, x.n, count, D - d, factor);
+        fill<N, WIDE, LEAD>(to, (const REAL *)x.x + at, x.n, count, D - d, factor);
     else if (x.kind == 1)
-        fill<THREADS, N, WIDE, LEAD>(to, (const u16 *)x.x + at, x.n, count, D - d, factor);
+        fill<N, WIDE, LEAD>(to, (const u16 *)x.x + at, x.n, count, D - d, factor);
     else
-        fill<THREADS, N, WIDE, LEAD>(to, (const short *)x.x + at, x.n, count, D - d, factor);
+        fill<N, WIDE, LEAD>(to, (const short *)x.x + at, x.n, count, D - d, factor);
 }
 
 // s[r][c]: the chain over d of row r and column c, for the thread's R rows and four columns
-template <int R>
 __device__ inline void score(REAL *tiles, Heads x, i64 xn, i64 xh, i64 x_count, REAL x_factor,
                              Heads y, i64 yn, i64 yh, i64 y_count, REAL y_factor, i64 b, i64 D,
                              REAL (&s)[R][4]) {
-    constexpr int THREADS = 16 * ROWS / R;
     const int half = threadIdx.x / 16, lane = threadIdx.x % 16;
     REAL *rows = tiles, *columns = tiles + ROWS * LD;
 #pragma unroll
@@ -114,15 +115,15 @@ __device__ inline void score(REAL *tiles, Heads x, i64 xn, i64 xh, i64 x_count, 
         for (int c = 0; c < 4; c++) s[r][c] = 0;
     for (int d0 = 0; d0 < W; d0 += CHUNK) {
         __syncthreads();
-        fetch<THREADS, ROWS, CHUNK, LD>(rows, x, b, xn, xh, x_count, d0, D, x_factor);
-        fetch<THREADS, 64, CHUNK, LD>(columns, y, b, yn, yh, y_count, d0, D, y_factor);
+        fetch<ROWS, CHUNK, LD>(rows, x, b, xn, xh, x_count, d0, D, x_factor);
+        fetch<64, CHUNK, LD>(columns, y, b, yn, yh, y_count, d0, D, y_factor);
         __syncthreads();
 #pragma unroll 2
         for (int d = 0; d < CHUNK; d += 4) {
             Quad row[R], column[4];
 #pragma unroll
             for (int r = 0; r < R; r++)
-                row[r] = *(const Quad *)(rows + (r * (ROWS / R) + half) * LD + d);
+                row[r] = *(const Quad *)(rows + (r * HALVES + half) * LD + d);
 #pragma unroll
             for (int c = 0; c < 4; c++)
                 column[c] = *(const Quad *)(columns + (c * 16 + lane) * LD + d);
@@ -146,14 +147,14 @@ __device__ inline int channel(int n) {
 __device__ inline float blank(float) { return from_bits(-1); }
 __device__ inline double blank(double) { return from_bits((i64)-1); }
 
-template <int R, bool PARTIAL>
+template <bool PARTIAL>
 __device__ inline void add_batch(const REAL *p, const REAL *y, REAL (&sum)[R][COLUMNS]) {
 #pragma unroll 1
     for (int j = 0; j < BATCH; j += 4) {
         Quad row[R];
 #pragma unroll
         for (int r = 0; r < R; r++)
-            row[r] = *(const Quad *)(p + (r * (ROWS / R) + threadIdx.x / 16) * LP + j);
+            row[r] = *(const Quad *)(p + (r * HALVES + threadIdx.x / 16) * LP + j);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             REAL column[COLUMNS];
@@ -172,15 +173,14 @@ __device__ inline void add_batch(const REAL *p, const REAL *y, REAL (&sum)[R][CO
     }
 }
 // The chains over the tile's 64 go on: sum[r][d] += p[r][j] y[j][d]
-template <int R>
 __device__ inline void multiply(REAL *tiles, const REAL *p, Heads y, i64 n, i64 h, i64 count,
                                 REAL factor, i64 b, i64 D, bool partial, REAL (&sum)[R][COLUMNS]) {
     for (int j = 0; j < 64; j += BATCH) {
         __syncthreads();
-        fetch<16 * ROWS / R, BATCH, W, W>(tiles, y, b, n + j, h, count - j, 0, D, factor);
+        fetch<BATCH, W, W>(tiles, y, b, n + j, h, count - j, 0, D, factor);
         __syncthreads();
-        if (partial) add_batch<R, true>(p + j, tiles, sum);
-        else add_batch<R, false>(p + j, tiles, sum);
+        if (partial) add_batch<true>(p + j, tiles, sum);
+        else add_batch<false>(p + j, tiles, sum);
     }
 }
 
@@ -200,7 +200,6 @@ __device__ inline bool all_see(Sight sight, i64 p, i64 p_last, i64 s, i64 s_last
 // Dropout of the scores of one tile: bits for 64 keys of each query, which 9 blocks of 8 cover.
 struct Rule { i64 key0, key1, threshold; REAL boost; };
 
-template <int THREADS>
 __device__ inline void draw(unsigned char *drawn, Rule rule, i64 first, i64 S, int queries) {
     for (int i = threadIdx.x; i < 9 * queries; i += THREADS)
         drawn[i] = keep_8(rule.key0, rule.key1, ((first + i / 9 * S) >> 3) + i % 9, rule.threshold);
@@ -210,9 +209,12 @@ __device__ inline REAL factor_of(const unsigned char *drawn, Rule rule, i64 firs
     const int place = (int)((first + query * S) & 7) + key;
     return drawn[query * 9 + place / 8] >> place % 8 & 1 ? rule.boost : (REAL)0;
 }
+"""
+)
 
+_FORWARD = r"""
 // items: batch row, first query, queries, first key, end of the keys
-extern "C" __global__ void __launch_bounds__(ONE, MOST1) attention_forward(
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_forward(
     const i64 *items, const void *q, const void *k, const void *v, i64 kind, i64 q_b, i64 q_t,
     i64 q_h, i64 k_b, i64 k_s, i64 k_h, i64 v_b, i64 v_s, i64 v_h, const i64 *segments, i64 holes,
     i64 reach, i64 window, REAL scale, i64 key0, i64 key1, i64 threshold, REAL boost, REAL *out,
@@ -229,9 +231,9 @@ extern "C" __global__ void __launch_bounds__(ONE, MOST1) attention_forward(
     const i64 h = blockIdx.x % H, kv = h / (H / G), p0 = t0 + S - T;
     const int half = threadIdx.x / 16, lane = threadIdx.x % 16;
 
-    REAL m[R1], l[R1], o[R1][COLUMNS];
+    REAL m[R], l[R], o[R][COLUMNS];
 #pragma unroll
-    for (int r = 0; r < R1; r++) {
+    for (int r = 0; r < R; r++) {
         m[r] = -infinity<REAL>(), l[r] = 0;
         for (int c = 0; c < COLUMNS; c++) o[r][c] = 0;
     }
@@ -241,12 +243,12 @@ extern "C" __global__ void __launch_bounds__(ONE, MOST1) attention_forward(
         const i64 nk = end - k0 < 64 ? end - k0 : 64;
         const bool partial = nk < 64 || !all_see(sight, p0, p0 + n - 1, k0, k0 + 63);
         const i64 word = ((b * H + h) * T + t0) * S + k0;
-        REAL s[R1][4];
-        if (threshold) draw<ONE>(drawn, rule, word, S, ROWS);
-        score<R1>(tiles, queries, t0, h, n, scale, keys, k0, kv, nk, 1, b, D, s);
+        REAL s[R][4];
+        if (threshold) draw(drawn, rule, word, S, ROWS);
+        score(tiles, queries, t0, h, n, scale, keys, k0, kv, nk, 1, b, D, s);
 #pragma unroll
-        for (int r = 0; r < R1; r++) {
-            const int row = r * (ROWS / R1) + half;
+        for (int r = 0; r < R; r++) {
+            const int row = r * HALVES + half;
             bool seen[4];
 #pragma unroll
             for (int c = 0; c < 4; c++) {
@@ -272,12 +274,12 @@ extern "C" __global__ void __launch_bounds__(ONE, MOST1) attention_forward(
                 probabilities[row * LP + j] = seen[c] ? s[r][c] : blank((REAL)0);
             }
         }
-        multiply<R1>(tiles, probabilities, values, k0, kv, nk, 1, b, D, partial, o);
+        multiply(tiles, probabilities, values, k0, kv, nk, 1, b, D, partial, o);
     }
 
 #pragma unroll
-    for (int r = 0; r < R1; r++) {
-        const int row = r * (ROWS / R1) + half;
+    for (int r = 0; r < R; r++) {
+        const int row = r * HALVES + half;
         if (row >= n) continue;
         const i64 t = t0 + row;
         const REAL inverse = l[r] != 0 ? 1 / l[r] : l[r];
@@ -287,7 +289,11 @@ extern "C" __global__ void __launch_bounds__(ONE, MOST1) attention_forward(
             if (channel(c) < D) out[((b * T + t) * H + h) * D + channel(c)] = o[r][c] * inverse;
     }
 }
+"""
 
+_DELTA = (
+    _WIDENED
+    + r"""
 // delta (B, H, T): g out along the last axis, 16 threads a row
 template <class T>
 __device__ inline REAL dot(const REAL *g, const T *out, i64 D) {
@@ -304,7 +310,10 @@ extern "C" __global__ void find_delta(const REAL *g, i64 g_b, i64 g_t, i64 g_h, 
                                    : dot(from, (const short *)out + i * D, D);
     if (row < n && this_lane() == 0) delta[(b * H + h) * T + t] = total;
 }
+"""
+)
 
+_HARDEN = r"""
 // From a score and g v: P, which dropout may have changed, in s; P (dP - delta) in d
 __device__ inline void harden(REAL &s, REAL &d, REAL lse, REAL delta, bool drops, REAL factor) {
     const REAL p = exp_flushed_(s - lse);
@@ -312,8 +321,12 @@ __device__ inline void harden(REAL &s, REAL &d, REAL lse, REAL delta, bool drops
     s = drops ? p * factor : p;
     d = p * (d - delta);
 }
+"""
 
-extern "C" __global__ void __launch_bounds__(ONE, MOST1) query_gradient(
+_QUERY_GRADIENT = (
+    _HARDEN
+    + r"""
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) query_gradient(
     const i64 *items, const void *g, i64 g_b, i64 g_t, i64 g_h, const void *q, const void *k,
     const void *v, i64 kind, i64 q_b, i64 q_t, i64 q_h, i64 k_b, i64 k_s, i64 k_h, i64 v_b,
     i64 v_s, i64 v_h, const i64 *segments, i64 holes, i64 reach, i64 window, REAL scale, i64 key0,
@@ -331,10 +344,10 @@ extern "C" __global__ void __launch_bounds__(ONE, MOST1) query_gradient(
     const i64 h = blockIdx.x % H, kv = h / (H / G), p0 = t0 + S - T;
     const int half = threadIdx.x / 16, lane = threadIdx.x % 16;
 
-    REAL sums[R1], deltas[R1], o[R1][COLUMNS];
+    REAL sums[R], deltas[R], o[R][COLUMNS];
 #pragma unroll
-    for (int r = 0; r < R1; r++) {
-        const int row = r * (ROWS / R1) + half;
+    for (int r = 0; r < R; r++) {
+        const int row = r * HALVES + half;
         const i64 at = (b * H + h) * T + t0 + (row < n ? row : 0);
         sums[r] = lse[at], deltas[r] = delta[at];
         for (int c = 0; c < COLUMNS; c++) o[r][c] = 0;
@@ -344,13 +357,13 @@ extern "C" __global__ void __launch_bounds__(ONE, MOST1) query_gradient(
         const i64 nk = end - k0 < 64 ? end - k0 : 64;
         const bool partial = nk < 64 || !all_see(sight, p0, p0 + n - 1, k0, k0 + 63);
         const i64 word = ((b * H + h) * T + t0) * S + k0;
-        REAL s[R1][4], d[R1][4];
-        if (threshold) draw<ONE>(drawn, rule, word, S, ROWS);
-        score<R1>(tiles, queries, t0, h, n, scale, keys, k0, kv, nk, 1, b, D, s);
-        score<R1>(tiles, arriving, t0, h, n, 1, values, k0, kv, nk, 1, b, D, d);
+        REAL s[R][4], d[R][4];
+        if (threshold) draw(drawn, rule, word, S, ROWS);
+        score(tiles, queries, t0, h, n, scale, keys, k0, kv, nk, 1, b, D, s);
+        score(tiles, arriving, t0, h, n, 1, values, k0, kv, nk, 1, b, D, d);
 #pragma unroll
-        for (int r = 0; r < R1; r++) {
-            const int row = r * (ROWS / R1) + half;
+        for (int r = 0; r < R; r++) {
+            const int row = r * HALVES + half;
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const int j = c * 16 + lane;
@@ -361,12 +374,12 @@ extern "C" __global__ void __launch_bounds__(ONE, MOST1) query_gradient(
                 gradients[row * LP + j] = seen ? d[r][c] : blank((REAL)0);
             }
         }
-        multiply<R1>(tiles, gradients, keys, k0, kv, nk, 1, b, D, partial, o);
+        multiply(tiles, gradients, keys, k0, kv, nk, 1, b, D, partial, o);
     }
 
 #pragma unroll
-    for (int r = 0; r < R1; r++) {
-        const int row = r * (ROWS / R1) + half;
+    for (int r = 0; r < R; r++) {
+        const int row = r * HALVES + half;
         if (row >= n) continue;
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++)
@@ -374,9 +387,14 @@ extern "C" __global__ void __launch_bounds__(ONE, MOST1) query_gradient(
                 dq[((b * T + t0 + row) * H + h) * D + channel(c)] = o[r][c] * scale;
     }
 }
+"""
+)
 
+_KEY_GRADIENTS = (
+    _HARDEN
+    + r"""
 // items: batch row, first key, keys, first query, end of the queries
-extern "C" __global__ void __launch_bounds__(TWO, MOST2) key_gradients(
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) key_gradients(
     const i64 *items, const void *g, i64 g_b, i64 g_t, i64 g_h, const void *q, const void *k,
     const void *v, i64 kind, i64 q_b, i64 q_t, i64 q_h, i64 k_b, i64 k_s, i64 k_h, i64 v_b,
     i64 v_s, i64 v_h, const i64 *segments, i64 holes, i64 reach, i64 window, REAL scale, i64 key0,
@@ -396,26 +414,26 @@ extern "C" __global__ void __launch_bounds__(TWO, MOST2) key_gradients(
 
     const i64 near = k0 - reach - (S - T), far = k0 + nk - 1 + window - (S - T);
     for (i64 h = kv * (H / G); h < (kv + 1) * (H / G); h++) {
-        REAL dk_sum[R2][COLUMNS], dv_sum[R2][COLUMNS];
+        REAL dk_sum[R][COLUMNS], dv_sum[R][COLUMNS];
 #pragma unroll
-        for (int r = 0; r < R2; r++)
+        for (int r = 0; r < R; r++)
             for (int c = 0; c < COLUMNS; c++) dk_sum[r][c] = 0, dv_sum[r][c] = 0;
         for (i64 t0 = near > first ? near : first; t0 < (end < far ? end : far); t0 += 64) {
             const i64 n = end - t0 < 64 ? end - t0 : 64, p0 = t0 + S - T;
             const bool partial = n < 64 || !all_see(sight, p0, p0 + 63, k0, k0 + nk - 1);
             const i64 word = ((b * H + h) * T + t0) * S + k0;
-            REAL s[R2][4], d[R2][4];
-            if (threshold) draw<TWO>(drawn, rule, word, S, 64);
-            score<R2>(tiles, keys, k0, kv, nk, 1, queries, t0, h, n, scale, b, D, s);
-            score<R2>(tiles, values, k0, kv, nk, 1, arriving, t0, h, n, 1, b, D, d);
+            REAL s[R][4], d[R][4];
+            if (threshold) draw(drawn, rule, word, S, 64);
+            score(tiles, keys, k0, kv, nk, 1, queries, t0, h, n, scale, b, D, s);
+            score(tiles, values, k0, kv, nk, 1, arriving, t0, h, n, 1, b, D, d);
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const int y = c * 16 + lane;
                 const i64 at = (b * H + h) * T + t0 + (y < n ? y : 0);
                 const REAL sum = lse[at], own = delta[at];
 #pragma unroll
-                for (int r = 0; r < R2; r++) {
-                    const int row = r * (ROWS / R2) + half;
+                for (int r = 0; r < R; r++) {
+                    const int row = r * HALVES + half;
                     const REAL kept = threshold ? factor_of(drawn, rule, word, S, y, row) : (REAL)1;
                     harden(s[r][c], d[r][c], sum, own, threshold, kept);
                     const bool seen =
@@ -424,18 +442,18 @@ extern "C" __global__ void __launch_bounds__(TWO, MOST2) key_gradients(
                     weights[row * LP + y] = seen ? s[r][c] : blank((REAL)0);
                 }
             }
-            multiply<R2>(tiles, weights, arriving, t0, h, n, 1, b, D, partial, dv_sum);
+            multiply(tiles, weights, arriving, t0, h, n, 1, b, D, partial, dv_sum);
             __syncwarp();  // the half warps read their own rows of weights only
 #pragma unroll
-            for (int r = 0; r < R2; r++)
+            for (int r = 0; r < R; r++)
                 for (int c = 0; c < 4; c++)
-                    weights[(r * (ROWS / R2) + half) * LP + c * 16 + lane] = d[r][c];
-            multiply<R2>(tiles, weights, queries, t0, h, n, scale, b, D, partial, dk_sum);
+                    weights[(r * HALVES + half) * LP + c * 16 + lane] = d[r][c];
+            multiply(tiles, weights, queries, t0, h, n, scale, b, D, partial, dk_sum);
         }
         const bool more = h > kv * (H / G);
 #pragma unroll
-        for (int r = 0; r < R2; r++) {
-            const int row = r * (ROWS / R2) + half;
+        for (int r = 0; r < R; r++) {
+            const int row = r * HALVES + half;
             if (row >= nk) continue;
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++) {
@@ -451,39 +469,47 @@ extern "C" __global__ void __launch_bounds__(TWO, MOST2) key_gradients(
 )
 
 
-def _source(width: int) -> cuda.Source:
-    def text(real: str) -> str:
-        (one, two), most = zip(*SHAPES[width], strict=True)
-        most = most if real == "float" else (1, 1)
-        names = f"W = {width}, R1 = {one}, R2 = {two}, MOST1 = {most[0]}, MOST2 = {most[1]}"
-        return f"constexpr int {names};{_TEXT}"
+def _source(text: str, width: int, shape: tuple[int, int], rows: int | None = None) -> Any:
+    def whole(real: str) -> str:
+        n = rows or ROWS[real[0]]
+        resident = shape[1] if real == "float" else 1
+        names = f"W = {width}, ROWS = {n}, R = {shape[0]}, RESIDENT = {resident}"
+        return f"constexpr int {names};{_COMMON}{text}"
 
-    return cuda.Source(text)
-
-
-_SOURCES = {width: _source(width) for width in SHAPES}
+    return cuda.Source(whole)
 
 
-def _chosen(D: int) -> tuple[cuda.Source, int, int]:
-    """The source for heads of that size, and the rows of a half warp in its kernels."""
+_SOURCES = {
+    width: {
+        "attention_forward": _source(_FORWARD, width, one),
+        "few_rows": _source(_FORWARD, width, (1, 4), FEW),
+        "query_gradient": _source(_QUERY_GRADIENT, width, one),
+        "key_gradients": _source(_KEY_GRADIENTS, width, two),
+    }
+    for width, (one, two) in SHAPES.items()
+}
+_delta = cuda.Source(_DELTA)
+
+
+def _width(D: int) -> int:
+    """The head size that there is a source for."""
     width = next((w for w in SHAPES if w >= D), None)
     if width is None:
         raise ValueError(f"attention: heads of size {D} given, on a GPU at most {max(SHAPES)}")
-    (one, _), (two, _) = SHAPES[width]
-    return _SOURCES[width], one, two
+    return width
 
 
 @attention_forward.gpu
 def attention_forward_gpu(q, k, v, scale, causal, segments, window, dropout, key):
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
-    source, one, _ = _chosen(D)
-    dtype = scale.dtype
-    rows = ROWS[dtype.char]
+    width, dtype = _width(D), scale.dtype
+    few = T <= FEW
+    rows, each = (FEW, 1) if few else (ROWS[dtype.char], SHAPES[width][0][0])
     items, holes, whole = _queries(B, T, S, _names(segments), rows)
     out, lse = _new(whole, (B, T, H, D), dtype), _new(whole, (B, H, T), dtype)
-    source(
-        "attention_forward", len(items) * H, 16 * rows // one, items, *_operands(q, k, v),
+    _SOURCES[width]["few_rows" if few else "attention_forward"](
+        "attention_forward", len(items) * H, 16 * rows // each, items, *_operands(q, k, v),
         *_masks(segments, holes, causal, window), scale, *_rule(dropout, key, dtype), out, lse,
         T, S, H, G, D, real=dtype,
     )  # fmt: skip
@@ -494,28 +520,28 @@ def attention_forward_gpu(q, k, v, scale, causal, segments, window, dropout, key
 def attention_backward_gpu(g, q, k, v, out, lse, scale, causal, segments, window, dropout, key):
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
-    source, one, two = _chosen(D)
-    dtype = scale.dtype
+    width, dtype = _width(D), scale.dtype
     rows = ROWS[dtype.char]
     delta, N = cuda.empty((B, H, T), dtype), B * T * H
-    source(
+    _delta(
         "find_delta", cuda.row_blocks(N), cuda.THREADS, *_strided(g), out, KINDS[out.dtype.char],
         delta, T, H, D, N, real=dtype,
     )  # fmt: skip
 
-    def run(name, items, parts, threads, holes, *results):
-        source(
-            name, len(items) * parts, threads, items, *_strided(g), *_operands(q, k, v),
+    def run(name, each, parts, items, holes, *results):
+        _SOURCES[width][name](
+            name, len(items) * parts, 16 * rows // each, items, *_strided(g), *_operands(q, k, v),
             *_masks(segments, holes, causal, window), scale, *_rule(dropout, key, dtype), lse,
             delta, *results, T, S, H, G, D, real=dtype,
         )  # fmt: skip
 
+    (one, _), (two, _) = SHAPES[width]
     items, holes, whole = _queries(B, T, S, _names(segments), rows)
     dq = _new(whole, (B, T, H, D), dtype)
-    run("query_gradient", items, H, 16 * rows // one, holes, dq)
+    run("query_gradient", one, H, items, holes, dq)
     items, holes, whole = _keys(B, T, S, _names(segments), rows)
-    dk, dv = _new(whole, (B, S, G, D), dtype), _new(whole, (B, S, G, D), dtype)
-    run("key_gradients", items, G, 16 * rows // two, holes, dk, dv)
+    dk, dv = (_new(whole, (B, S, G, D), dtype) for _ in range(2))
+    run("key_gradients", two, G, items, holes, dk, dv)
     return dq, dk, dv
 
 
