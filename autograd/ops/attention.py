@@ -59,7 +59,8 @@ def attention(
 
     Query t sees key s iff s <= t + S - T (if causal), t + S - T - s < window, and both are of the
     same segment; segments (B, S) are those of the keys, the queries are its last T; a negative
-    segment is padding. A query that sees nothing gives 0. scale is 1 / sqrt(D) if not given.
+    segment is padding. A query that sees nothing gives 0. scale is 1 / sqrt(D) if not given. On a
+    GPU D is at most 256.
     In a 16-bit mode q, k, v are rounded, and kept so with out for the backward pass; all sums are
     float32.
     """

@@ -109,11 +109,14 @@ def _sides(index, shape) -> list[int]:
 
 
 def _check_range(x, index) -> None:
-    """NumPy refuses integers that are out of range, CuPy would take the index modulo the size."""
+    """What NumPy refuses and CuPy does not: a float, which it would cut to an integer, and arrays
+    of integers out of range, which it would take modulo the size."""
     if isinstance(x, np.ndarray):
         return
     axis = 0
     for i, n in zip(_parts(index), _sides(index, x.shape), strict=True):
+        if not (i is None or i is Ellipsis or isinstance(i, slice) or is_array(i)):
+            operator.index(i)
         if is_array(i) and i.dtype.kind in "iu" and i.size and axis < x.ndim:
             low, high, size = int(i.min()), int(i.max()), x.shape[axis]
             if low < -size or high >= size:
