@@ -15,10 +15,12 @@ import numpy as np
 
 from . import launch
 
+cupy: Any = None
+no_cupy = ""  # why, in the words of Python or of CuPy
 try:
     import cupy  # pyright: ignore[reportMissingImports]
-except ImportError:
-    cupy = None
+except ImportError as error:
+    no_cupy = str(error).strip().partition("\n")[0]
 
 KERNELS: dict[str, Kernel] = {}
 
@@ -40,9 +42,12 @@ def reference_bodies() -> Iterator[None]:
         _reference_only.reset(token)
 
 
+ARRAYS = (np.ndarray,) if cupy is None else (np.ndarray, cupy.ndarray)
+
+
 def is_array(x: Any) -> bool:
     """Whether `x` is an array of either device."""
-    return isinstance(x, np.ndarray) or (cupy is not None and isinstance(x, cupy.ndarray))
+    return isinstance(x, ARRAYS)
 
 
 def array_module(x: Any) -> ModuleType:
@@ -91,6 +96,10 @@ class Kernel:
                     "move both to one device"
                 )
         body = self.fast.get(module)
+        if body is None and module is not np and not _reference_only.get():
+            raise RuntimeError(
+                f"{self.__name__} has no body for the GPU, and its reference has other bits"
+            )
         if body is None or _reference_only.get() or (module is np and not launch.JIT):
             run = functools.partial(self.reference, *args)
         else:

@@ -200,6 +200,11 @@ _F64 = _Format(
 )
 
 
+# The types of float in C, and the functions made by `_generic`: what a GPU's are written from.
+FORMATS = {"float": _F32, "double": _F64}
+FUNCTIONS: list[Any] = []
+
+
 def _generic(reference: Any) -> Any:
     """Make `write(format) -> function` one function of both float types, plain or in lanes.
 
@@ -210,6 +215,8 @@ def _generic(reference: Any) -> Any:
         functions = {t: write(f) for t, f in ((types.float32, _F32), (types.float64, _F64))}
         reference.__name__ = reference.__qualname__ = write.__name__
         reference.__doc__ = write.__doc__
+        reference.write = write
+        FUNCTIONS.append(reference)
 
         @overload(reference, jit_options=INLINE)
         def implement(x):

@@ -6,8 +6,9 @@
         return g * s * (like(x, 1) + x * (like(x, 1) - s))
 
 As it stands the function is array code, the reference. Compiled for 16 numbers at a time it is
-the inner loop of the fast body: one pass over memory, however long the formula. It may call the
-functions of `mathf`, `choose`, `like`, and whatever else `@scalar` marks.
+the inner loop of the CPU's body: one pass over memory, however long the formula. Written in CUDA
+it is the GPU's. It may call the functions of `mathf`, `choose`, `like`, and whatever else `@scalar`
+marks; a parameter named `condition` is an array of bool.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from . import buffers
+from . import buffers, cuda
 from .backend import FLOATS, Kernel, array_module, kernel
+from .cuda_formula import TWINS, twin, write_loop
 from .lanes import INLINE, attach, element, load, load_part, store, store_part, typed_select
 from .launch import body
 
@@ -51,6 +53,7 @@ def choose(condition, x, y):
 
 
 attach(choose, 3, typed_select, types.VarArg(types.Any))
+TWINS[choose] = twin("{} ? {} : {}")
 
 
 def like(x, value):
@@ -68,6 +71,7 @@ def _typed_like(x: Any, value: Any) -> tuple:
 
 
 attach(like, 2, _typed_like, types.VarArg(types.Any))
+TWINS[like] = lambda x, value: x.trace.dtype.type(value)
 
 
 def pointwise(fn: Callable | None = None, *, ufunc: Any = None) -> Any:
@@ -82,6 +86,7 @@ def pointwise(fn: Callable | None = None, *, ufunc: Any = None) -> Any:
     run = _loops[len(inspect.signature(fn).parameters)](scalar(fn))
     made = kernel(_on_arrays(fn))
     made.cpu(lambda *arrays: compute(run, arrays, ufunc))
+    made.gpu(on_gpu(fn))
     return made
 
 
@@ -97,7 +102,23 @@ def pointwise_pair(fn: Callable) -> Kernel:
         return out, out2
 
     made.cpu(fast)
+    made.gpu(on_gpu(fn, results=2))
     return made
+
+
+def on_gpu(fn: Callable, results: int = 1) -> Callable:
+    """The GPU's body of a formula; the result goes into `out` if given."""
+    source = cuda.Source(functools.partial(write_loop, fn))
+
+    def fast(*arrays: Any, out: Any = None) -> Any:
+        # A NumPy number may stand among the arrays.
+        shape, dtype, arrays = _alike(tuple(map(cuda.asarray, arrays)))
+        made = [cuda.empty(shape, dtype) if out is None else out for _ in range(results)]
+        n = made[0].size
+        source("run", cuda.blocks(n), cuda.THREADS, *arrays, *made, n, real=dtype)
+        return made[0] if results == 1 else tuple(made)
+
+    return fast
 
 
 def _on_arrays(fn: Callable) -> Callable:
@@ -132,14 +153,15 @@ def _alike(arrays: tuple) -> tuple[tuple[int, ...], Any, Any]:
     dtype = _dtype(arrays)
     shape = arrays[0].shape
     if any(a.shape != shape for a in arrays):
-        shape = np.broadcast(*arrays).shape
+        shape = np.broadcast_shapes(*(a.shape for a in arrays))
     return shape, dtype, [_spread(a, shape, dtype).reshape(-1) for a in arrays]
 
 
 def _spread(a: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     if a.shape == shape and a.dtype in (dtype, _BOOL):
         return a
-    out = buffers.empty(shape, _BOOL if a.dtype == _BOOL else dtype)
+    empty = buffers.empty if isinstance(a, np.ndarray) else cuda.empty
+    out = empty(shape, _BOOL if a.dtype == _BOOL else dtype)
     out[...] = a
     return out
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from . import cuda
 from .backend import array_module, kernel
 from .buffers import empty
 from .launch import body
@@ -262,3 +263,22 @@ def _count_wrong(i, x, out):
         d = part[j] - part[j]
         n += d != d
     out[i] = n
+
+
+_source = cuda.Source(r"""
+extern "C" __global__ void find_wrong(const REAL *x, int *wrong, i64 n) {
+    const i64 step = (i64)gridDim.x * blockDim.x;
+    bool found = false;
+    for (i64 i = this_thread(); i < n; i += step) found |= x[i] - x[i] != 0;
+    if (found) *wrong = 1;  // whoever comes first: all write the same
+}
+""")
+
+
+@all_finite.gpu
+def _all_finite_gpu(x):
+    wrong = cuda.empty(1, np.int32)
+    wrong.fill(0)
+    count = min(cuda.blocks(x.size), BLOCK)
+    _source("find_wrong", count, cuda.THREADS, x, wrong, x.size, real=x.dtype)
+    return wrong[0] == 0

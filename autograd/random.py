@@ -17,9 +17,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from . import mathf
+from . import cuda, mathf
 from .backend import array_module, kernel
 from .buffers import empty
+from .cuda_formula import write
 from .launch import body, device, get_num_threads
 
 BLOCK = 1024  # Philox counters per index of a body: long against a launch, short against a thread
@@ -201,3 +202,91 @@ def fill_uniform_cpu(out, key, low, high):
 def fill_normal_cpu(out, key, std):
     uniform = empty((get_num_threads(), 2, 2 * BLOCK), np.float64)
     return _launch(normal_cpu, out, key, np.float64(std), uniform)
+
+
+# --- GPU -----------------------------------------------------------------------------------
+
+PHILOX = r"""
+struct Four { u64 word[4]; };
+
+// Words 4 block .. 4 block + 3 of the key's stream.
+__device__ inline Four philox(u64 k0, u64 k1, i64 block) {
+    const u64 m0 = 0xD2E7470EE14C6C93ull, m1 = 0xCA5A826395121157ull;
+    u64 c0 = (u64)block + 1, c1 = 0, c2 = 0, c3 = 0;
+    for (int round = 0; round < 10; round++) {
+        const u64 high0 = __umul64hi(m0, c0), low0 = m0 * c0;
+        const u64 high1 = __umul64hi(m1, c2), low1 = m1 * c2;
+        c0 = high1 ^ c1 ^ k0, c1 = low1, c2 = high0 ^ c3 ^ k1, c3 = low0;
+        k0 += 0x9E3779B97F4A7C15ull, k1 += 0xBB67AE8584CAA73Bull;
+    }
+    return {{c0, c1, c2, c3}};
+}
+"""
+
+
+def _cos(x):
+    return mathf._turn(x, mathf._I1)
+
+
+def _sin(x):
+    return mathf._turn(x, mathf._I0)
+
+
+# A thread a block of the stream.
+_source = cuda.Source(
+    lambda real: (
+        PHILOX
+        + write("turned_cos", _cos, "double")
+        + write("turned_sin", _sin, "double")
+        + r"""
+extern "C" __global__ void words(i64 k0, i64 k1, u64 *out, i64 n) {
+    const i64 block = this_thread(), start = 4 * block;
+    if (start >= n) return;
+    const Four four = philox(k0, k1, block);
+    for (int i = 0; i < 4 && start + i < n; i++) out[start + i] = four.word[i];
+}
+extern "C" __global__ void uniform(i64 k0, i64 k1, double low, double high, float *out, i64 n) {
+    const i64 block = this_thread(), start = 4 * block;
+    if (start >= n) return;
+    const Four four = philox(k0, k1, block);
+    for (int i = 0; i < 4 && start + i < n; i++) {
+        const double u = (double)(four.word[i] >> 40) * 0x1p-24;
+        out[start + i] = (float)(low + (high - low) * u);
+    }
+}
+extern "C" __global__ void normal(i64 k0, i64 k1, double std, float *out, i64 n) {
+    const i64 block = this_thread(), start = 4 * block;
+    if (start >= n) return;
+    const Four four = philox(k0, k1, block);
+    for (int i = 0; i < 4 && start + i < n; i += 2) {
+        const double u = (double)((four.word[i] >> 11) + 1) * 0x1p-53;
+        const double angle = 0x1.921fb54442d18p+2 * ((double)(four.word[i + 1] >> 11) * 0x1p-53);
+        const double r = root(-2.0 * log_(u));
+        out[start + i] = (float)(r * turned_cos(angle) * std);
+        if (start + i + 1 < n) out[start + i + 1] = (float)(r * turned_sin(angle) * std);
+    }
+}
+"""
+    )
+)
+
+
+def _launch_gpu(name, out, key, *more):
+    n = cuda.blocks(cuda.blocks(out.size, 4))
+    _source(name, n, cuda.THREADS, *map(np.int64, key_words(key)), *more, out, out.size)
+    return out
+
+
+@fill_words.gpu
+def fill_words_gpu(out, key):
+    return _launch_gpu("words", out, key)
+
+
+@fill_uniform.gpu
+def fill_uniform_gpu(out, key, low, high):
+    return _launch_gpu("uniform", out, key, np.float64(low), np.float64(high))
+
+
+@fill_normal.gpu
+def fill_normal_gpu(out, key, std):
+    return _launch_gpu("normal", out, key, np.float64(std))

@@ -228,9 +228,7 @@ def _pull(node: Node, g: Any, table: _Gradients) -> None:
             dx = _sum_to(dx, parent.shape)
         if dx.dtype != parent.dtype:
             dx = dx.astype(parent.dtype)
-        xp = array_module(dx)
-        owned = dx.flags.writeable if xp is np else True
-        owned = owned and not any(xp.may_share_memory(dx, s) for s in seen)
+        owned = may_write(dx) and not any(_share(dx, s) for s in seen)
         seen.append(dx)
         table.add(parent, dx, owned)
     node.release()
@@ -342,17 +340,41 @@ def keep_results(*kernels: str) -> Iterator[None]:
         _keep_names.reset(token)
 
 
-# --- saved arrays are read-only ------------------------------------------------------------
+# --- saved arrays are not written into ------------------------------------------------------
 
 # id of an array -> [array, how many nodes saved it, views to free with it]. Only arrays that
-# were writable are here.
-_guarded: dict[int, list[Any]] = {}
+# were writable are here. Of the GPU's, which cannot be made read-only, the address of the memory
+# -> [an array in it, how many nodes saved one].
+_guarded: dict[int | tuple[str, int], list[Any]] = {}
 
 
-def _guard(vjp: Vjp) -> tuple[int, ...]:
+def may_write(array: Any) -> bool:
+    """Whether nobody else needs what is in the array: no graph saved it, no element is two."""
+    if isinstance(array, np.ndarray | np.generic):  # a reference body may return a number
+        return array.flags.writeable
+    return 0 not in array.strides and _memory(array) not in _guarded
+
+
+def _memory(array: Any) -> tuple[str, int]:
+    """What stands for the GPU memory that an array lies in, possibly with others."""
+    return "gpu", array.data.mem.ptr
+
+
+def _share(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return np.may_share_memory(a, b)
+    return _memory(a) == _memory(b)
+
+
+def _guard(vjp: Vjp) -> tuple[int | tuple[str, int], ...]:
     """Make what `vjp` captured read-only, until the node lets it go."""
-    keys = []
+    keys: list[int | tuple[str, int]] = []
     for array in _captured(vjp):
+        if not isinstance(array, np.ndarray):
+            key = _memory(array)
+            _guarded.setdefault(key, [array, 0])[1] += 1
+            keys.append(key)
+            continue
         while type(array) is np.ndarray:  # a write through the array it is a view of counts
             key = id(array)
             if key in _guarded:
@@ -367,7 +389,7 @@ def _guard(vjp: Vjp) -> tuple[int, ...]:
     return tuple(keys)
 
 
-def _unguard(keys: tuple[int, ...]) -> None:
+def _unguard(keys: tuple[int | tuple[str, int], ...]) -> None:
     for key in reversed(keys):  # bases first: a view cannot be made writable before them
         entry = _guarded[key]
         entry[1] -= 1
@@ -375,6 +397,8 @@ def _unguard(keys: tuple[int, ...]) -> None:
             continue
         del _guarded[key]
         array, _, *waiting = entry
+        if not isinstance(array, np.ndarray):
+            continue
         base = _guarded.get(id(array.base))
         if base is not None:  # somebody else still needs the memory: it is freed with them
             base.append(array)
@@ -385,11 +409,11 @@ def _unguard(keys: tuple[int, ...]) -> None:
 
 def _captured(vjp: Vjp) -> Iterator[Any]:
     if isinstance(vjp, _Checkpoint):
-        yield from (data for data, _ in vjp.inputs if isinstance(data, np.ndarray))
-        yield from (leaf.data for leaf in vjp.leaves if isinstance(leaf.data, np.ndarray))
+        yield from (data for data, _ in vjp.inputs if is_array(data))
+        yield from (leaf.data for leaf in vjp.leaves)
         return
     for fn in vjp if isinstance(vjp, tuple) else (vjp,):
         for cell in getattr(fn, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # a cell may still be empty
-                if isinstance(cell.cell_contents, np.ndarray):
+                if is_array(cell.cell_contents):
                     yield cell.cell_contents

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .backend import FLOATS, array_module, is_array
+from .backend import FLOATS, is_array
+from .device import device_of, to_host
 
 if TYPE_CHECKING:
     from .tape import Node
@@ -25,7 +26,7 @@ class Tensor:
     `data` is float32 or float64 (other numbers become float32), or uint16: the bits of bfloat16
     weights, which cannot require a gradient. `grad` is None or an array of the shape and dtype of
     `data`. Tensors are values: while a graph still needs `data` for its backward pass, NumPy
-    refuses to write into it.
+    refuses to write into it. CuPy, for arrays on a GPU, cannot; only the optimizers see it there.
 
     >>> x = Tensor([1.0, 2.0], requires_grad=True)
     >>> (x * x).sum().backward()
@@ -113,6 +114,11 @@ class Tensor:
         return self.data.dtype
 
     @property
+    def device(self) -> str:
+        """ "cpu" or "gpu": where the data lives."""
+        return device_of(self.data)
+
+    @property
     def ndim(self) -> int:
         """The number of axes."""
         return self.data.ndim
@@ -145,7 +151,7 @@ class Tensor:
 
     def numpy(self) -> np.ndarray:
         """The data as a NumPy array (a copy if it lives on the GPU)."""
-        return self.data if array_module(self.data) is np else self.data.get()
+        return to_host(self.data)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("a Tensor is not an array: use .numpy(), or an op of afinar.autograd")

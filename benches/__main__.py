@@ -23,6 +23,7 @@ GROUPS = (
     "lora",
     "decode",
     "finetune",
+    "gpu",
 )
 
 

@@ -50,9 +50,9 @@ def build(config: Any) -> Any:
             self.norm = nn.RMSNorm(C, eps=1e-6)
 
         def forward(self, ids: Any, targets: Any) -> Any:
-            T = ids.shape[1]
-            frequency = config.rope_theta ** (-torch.arange(0, D, 2) / D)
-            angle = torch.arange(T)[:, None] * frequency
+            T, device = ids.shape[1], ids.device
+            frequency = config.rope_theta ** (-torch.arange(0, D, 2, device=device) / D)
+            angle = torch.arange(T, device=device)[:, None] * frequency
             cos, sin = angle.cos(), angle.sin()
             x = self.embed(ids)
             for block in self.blocks:

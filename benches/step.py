@@ -61,16 +61,16 @@ def our_step(model: Transformer, ids: Any, targets: Any, mode: str = "fp32") -> 
 
 
 def torch_step(
-    model: Any, ids: Any, targets: Any, bf16: bool = False, lr: float = 1e-4
+    model: Any, ids: Any, targets: Any, bf16: bool = False, lr: float = 1e-4, device: str = "cpu"
 ) -> Callable:
     """The same in PyTorch."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr)
-    ids, targets = torch.from_numpy(ids), torch.from_numpy(targets)
+    ids, targets = (torch.from_numpy(x).to(device) for x in (ids, targets))
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
             loss = model(ids, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -204,12 +204,14 @@ def unmerge_lora(model: LanguageModel) -> int:
     applied = _applied(model)
     if applied is None or not applied.merged:
         raise ValueError("unmerge_lora: no merged adapters are kept")
+    device = model.device
     for name, adapter in applied.merged.items():
         adapter.train(model.training)
         model.set_module(name, adapter)
     for p in model.parameters():
         p.requires_grad = False
     model.config = applied.model_config
+    model.to(device)  # it may have moved while the adapters were kept aside
     applied.merged = {}
     _thaw(model)
     return len(lora_modules(model))

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..autograd import Tensor, linear, no_grad
+from ..autograd import Tensor, cuda, linear, no_grad
 from ..autograd.backend import array_module, kernel
+from ..autograd.device import beside, to_host
 from ..autograd.launch import body
 from ..autograd.ops.gemm import widen
 from ..autograd.precision import compute_in
@@ -81,7 +82,8 @@ class LoRALinear(Module):
         pairs = [(xp.asarray(a, dtype), xp.asarray(b, dtype)) for a, b in starts]
         self.a = [_trained(a) for a, _ in pairs]
         self.b = [_trained(b) for _, b in pairs]
-        self.moved = tuple(pairs) if init == "pissa" else ()  # what the factors took from the base
+        # What the factors took from the base.
+        self.moved = tuple((to_host(a), to_host(b)) for a, b in pairs) if init == "pissa" else ()
         if self.moved:
             self.base = plain_linear(self._without_moved(), self.bias)
         if quantize is not None:
@@ -145,7 +147,7 @@ class LoRALinear(Module):
         """The base's matrix less what the factors start with."""
         weight = base_weight(self.base).copy()
         for (start, stop), (a, b), scale in zip(self.slices, self.moved, self.scales, strict=True):
-            weight[start:stop] -= _product(b, a, scale)
+            weight[start:stop] -= _product(beside(b, weight), beside(a, weight), scale)
         return weight
 
     def merged_weight(self) -> Any:
@@ -219,6 +221,23 @@ def _add_columns(i, delta, start, out):
         o, d = out[r, start : start + delta.shape[1]], delta[r]
         for c in range(len(o)):
             o[c] += d[c]
+
+
+_source = cuda.Source(r"""
+// delta (n / N, N) is added to N columns of out (n / N, O), from `start` on.
+extern "C" __global__ void add_columns(const REAL *delta, REAL *out, i64 start, i64 N, i64 O,
+                                       i64 n) {
+    const i64 i = this_thread();
+    if (i < n) out[i / N * O + start + i % N] += delta[i];
+}
+""")
+
+
+@add_columns.gpu
+def add_columns_gpu(delta, start, out):
+    shape, n = (delta.shape[1], out.shape[1]), delta.size
+    blocks = cuda.blocks(n)
+    _source("add_columns", blocks, cuda.THREADS, delta, out, start, *shape, n, real=out.dtype)
 
 
 def plain_linear(weight: Any, bias: Tensor | None) -> Linear:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..autograd import Tensor
 from ..autograd.backend import array_module
+from ..autograd.device import beside
 from ..transformer.files import atomic_file, json_object
 from ..transformer.hf import check_finite
 from ..transformer.model import LanguageModel
@@ -211,6 +212,6 @@ def layer_from_json(text: str, base: Base) -> LoRALinear:
             f"layer_from_json: the scale {v['scale']} is neither alpha / r nor alpha / sqrt(r)"
         )
     layer = LoRALinear(base, R, v["alpha"], use_rslora=rank_stabilised)
-    layer.a[0].data = np.array(v["lora_a"], layer.a[0].dtype).reshape(R, I)
-    layer.b[0].data = np.array(v["lora_b"], layer.b[0].dtype).reshape(O, R)
+    for p, values, shape in ((layer.a[0], v["lora_a"], (R, I)), (layer.b[0], v["lora_b"], (O, R))):
+        p.data = beside(np.array(values, p.dtype).reshape(shape), p.data)
     return layer

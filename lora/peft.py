@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..autograd.device import to_host
 from ..transformer.decoder import Decoder
 from ..transformer.model import LanguageModel
 from ..transformer.safetensors_io import write_safetensors
@@ -70,7 +71,7 @@ def _one_pair(m: LoRALinear) -> tuple[dict[str, Any], int, float]:
         at += len(A)
     tensors = {"lora_A.weight": a, "lora_B.weight": b}
     if m.m:
-        magnitude = row_norms(base_weight(m.base)).astype(np.float32)
+        magnitude = to_host(row_norms(base_weight(m.base))).astype(np.float32)
         for p, (start, stop) in zip(m.m, m.slices, strict=True):
             magnitude[start:stop] = p.numpy()
         tensors["lora_magnitude_vector"] = magnitude

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor
+from ..autograd.backend import array_module
+from ..autograd.device import device_of, to_host
 from ..autograd.ops.gemm import widen
 from ..autograd.ops.matmul import linear_codes
 from ..transformer.module import Module
@@ -51,6 +53,9 @@ class QuantizedLinear(Module):
 
     def __init__(self, weight: Any, bias: Tensor | None, kind: str):
         self.shape, self.kind = weight.shape, kind
+        self.table = NF4 if kind == "nf4" else INT4
+        self.held = ("codes", "scales", "table", *(("tops",) if kind == "int4-double" else ()))
+        device, weight = device_of(weight), to_host(weight)
         self.bias = None if bias is None else Tensor(widen(bias.data))
         x = np.zeros(-(-weight.size // BLOCK) * BLOCK, np.float32)
         x[: weight.size] = weight.reshape(-1)
@@ -67,6 +72,7 @@ class QuantizedLinear(Module):
             codes = _rounded(np.clip(_over(blocks, scales), -7, 7)) & 15
         codes = codes.reshape(-1).astype(np.uint8)
         self.codes = codes[0::2] << 4 | codes[1::2]
+        self.to(device)
 
     @property
     def nbytes(self) -> int:
@@ -77,13 +83,13 @@ class QuantizedLinear(Module):
     def _scales(self) -> Any:
         if self.kind != "int4-double":
             return self.scales
-        tops = np.repeat(self.tops, SUPER)[: len(self.scales)]
+        tops = self.tops.repeat(SUPER)[: len(self.scales)]
         return self.scales.astype(np.float32) / np.float32(255) * tops
 
     def dequantized(self) -> Any:
         """W as a float32 array."""
-        table = NF4 if self.kind == "nf4" else INT4
-        pairs = np.stack([table[self.codes >> 4], table[self.codes & 15]], axis=1)
+        halves = [self.table[self.codes >> 4], self.table[self.codes & 15]]
+        pairs = array_module(self.codes).stack(halves, axis=1)
         values = pairs.reshape(-1, BLOCK) * self._scales()[:, None]
         size = self.shape[0] * self.shape[1]
         return values.reshape(-1)[:size].reshape(self.shape)
@@ -96,7 +102,7 @@ class QuantizedLinear(Module):
             self._scales(),
             self.bias,
             out_features=self.shape[0],
-            table=NF4 if self.kind == "nf4" else INT4,
+            table=self.table,
         )
 
 

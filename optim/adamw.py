@@ -19,9 +19,11 @@ import numpy as np
 from numba import carray, types  # pyright: ignore[reportPrivateImportUsage]
 from numba.extending import intrinsic
 
-from ..autograd import launch
+from ..autograd import cuda, launch
 from ..autograd.backend import array_module, kernel
+from ..autograd.device import device_of
 from ..autograd.launch import body
+from . import table
 from .optimizer import Optimizer, moments_sha256
 
 
@@ -93,27 +95,26 @@ class AdamW(Optimizer):
 
         Scaling here saves a pass over the gradients and gives the bits of scaling them before.
         """
-        powers = {b: self._power(b) * b for group in self.groups for b in group["betas"]}
-        self._step_count += 1
-        self._powers = powers
-        updates, n = [], 0
+        updates: list[tuple] = []
+        owners: list[dict[str, Any]] = []
+        n = 0
         for group in self.groups:
-            constants = self._constants(group, grad_scale)
             for _ in group["params"]:
                 if ready := self._ready(n):
                     m, v = self._slot("first_moments", n), self._slot("second_moments", n)
-                    updates.append((*ready, m, v, constants))
+                    updates.append((*ready, m, v))
+                    owners.append(group)
                 n += 1
-        if updates and array_module(updates[0][0]) is np and launch.JIT:
-            _update_all(updates)
-        else:
-            for p, g, m, v, constants in updates:
-                adamw_update(p, g, m, v, constants, (p, m, v))
+        # All memory that it takes is there: from here on nothing fails, and the step counts.
+        self._powers = {b: self._power(b) * b for group in self.groups for b in group["betas"]}
+        self._step_count += 1
+        constants = {id(group): self._constants(group, grad_scale) for group in self.groups}
+        _update([(*u, constants[id(group)]) for u, group in zip(updates, owners, strict=True)])
         if not self.first_moments:  # slots exist from the first step on, filled or not
             self.first_moments = [None] * len(self.params)
             self.second_moments = [None] * len(self.params)
 
-    def _constants(self, group: dict[str, Any], grad_scale: float) -> np.ndarray:
+    def _constants(self, group: dict[str, Any], grad_scale: float) -> tuple[float, ...]:
         lr, (b1, b2) = self._lr * group["lr_ratio"], group["betas"]
         c1, root = 1 - self._power(b1), math.sqrt(1 - self._power(b2))
         if self.form == "torch":
@@ -121,7 +122,7 @@ class AdamW(Optimizer):
         else:
             step, k = lr * root / c1, 1.0
         decay = 1 - lr * group["weight_decay"]
-        return np.array([grad_scale, b1, 1 - b1, b2, 1 - b2, decay, step, k, group["eps"]])
+        return grad_scale, b1, 1 - b1, b2, 1 - b2, decay, step, k, group["eps"]
 
     def state_sha256(self) -> str:
         """The name of the optimizer's state; the bytes are those of `moments_sha256`."""
@@ -145,6 +146,17 @@ class Adam(AdamW):
 # --- one parameter (reference), and all of them in one launch ------------------------------
 
 
+def _update(updates: list[tuple]) -> None:
+    """Updates of (p, g, m, v, constants), written to p, m and v."""
+    here = [u for u in updates if device_of(u[0]) == "cpu"]
+    table.update_all(_source, "adamw", [u for u in updates if device_of(u[0]) == "gpu"])
+    if launch.JIT:
+        _update_all(here)
+    else:
+        for p, g, m, v, constants in here:
+            adamw_update(p, g, m, v, constants, (p, m, v))
+
+
 @kernel
 def adamw_update(p, g, m, v, constants, out):
     """The equations at the top of this file, written to out = (p, m, v).
@@ -153,7 +165,7 @@ def adamw_update(p, g, m, v, constants, out):
     step, k, eps.
     """
     xp = array_module(p)
-    scale, b1, a1, b2, a2, decay, step, k, eps = constants.astype(p.dtype)
+    scale, b1, a1, b2, a2, decay, step, k, eps = map(p.dtype.type, constants)
     g = g * scale
     out[1][...] = m * b1 + g * a1
     out[2][...] = v * b2 + (g * g) * a2
@@ -161,11 +173,12 @@ def adamw_update(p, g, m, v, constants, out):
 
 
 @adamw_update.cpu
-def _adamw_update_cpu(p, g, m, v, constants, out):
+@adamw_update.gpu
+def _adamw_update(p, g, m, v, constants, out):
     for new, old in zip(out, (p, m, v), strict=True):
         if new is not old:
             new[...] = old
-    _update_all([(out[0], g, out[1], out[2], constants)])
+    _update([(out[0], g, out[1], out[2], constants)])
 
 
 CHUNK = 1 << 14
@@ -184,9 +197,9 @@ def _update_all(updates: list[tuple]) -> None:
         addresses = np.array([[a.ctypes.data for a in u[:4]] for u in mine], np.int64)
         rows = addresses[owner] + start[:, None] * np.dtype(dtype).itemsize
         lengths = np.minimum(sizes[owner] - start, CHUNK)
-        table = np.concatenate([rows, lengths[:, None], owner[:, None]], axis=1).astype(np.int64)
+        places = np.concatenate([rows, lengths[:, None], owner[:, None]], axis=1).astype(np.int64)
         constants = np.array([u[4] for u in mine]).astype(dtype)
-        _update_chunk(len(table), np.ascontiguousarray(table), constants)
+        _update_chunk(len(places), np.ascontiguousarray(places), constants)
 
 
 def _as_pointer(typingctx, address, like):
@@ -226,3 +239,31 @@ def _update_chunk(i, table, constants):
         vj = v[j] * b2 + (gj * gj) * a2
         m[j], v[j] = mj, vj
         p[j] = p[j] * decay - (mj * step) / (np.sqrt(vj) * k + eps)
+
+
+# --- GPU -----------------------------------------------------------------------------------
+
+_source = cuda.Source(
+    table.LOOKUP
+    + r"""
+extern "C" __global__ void adamw(const i64 *table, i64 count, const REAL *constants) {
+    const i64 *row = row_of(table, count, 6, blockIdx.x);
+    const REAL *c = constants + (row - table) / 6 * 9;
+    const REAL scale = c[0], b1 = c[1], a1 = c[2], b2 = c[3], a2 = c[4], decay = c[5];
+    const REAL step = c[6], k = c[7], eps = c[8];
+    REAL *__restrict__ p = (REAL *)row[2], *__restrict__ m = (REAL *)row[4];
+    REAL *__restrict__ v = (REAL *)row[5];
+    const REAL *__restrict__ g = (const REAL *)row[3];
+    const i64 start = (blockIdx.x - row[0]) * 4096, end = start + 4096;
+    const i64 stop = end < row[1] ? end : row[1];
+    for (i64 j = start + threadIdx.x; j < stop; j += blockDim.x) {
+        const REAL gj = g[j] * scale;
+        const REAL mj = m[j] * b1 + gj * a1;
+        const REAL vj = v[j] * b2 + (gj * gj) * a2;
+        m[j] = mj;
+        v[j] = vj;
+        p[j] = p[j] * decay - (mj * step) / (root(vj) * k + eps);
+    }
+}
+"""
+)

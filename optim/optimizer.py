@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..autograd.backend import FLOATS, array_module
+from ..autograd.device import beside, device_of, to_device, to_host
+from ..autograd.tape import may_write
 from ..autograd.tensor import Tensor
 
 
@@ -21,7 +23,8 @@ class Optimizer:
     numbered through all groups in order; that numbering is part of the saved state.
 
     A parameter without a gradient is left alone. The first step gives each parameter an array of
-    the optimizer's own; later steps write into it, unless a graph still needs it.
+    the optimizer's own; later steps write into it, unless a graph still needs it. What the
+    optimizer keeps for a parameter follows it to the device where it lives.
     """
 
     def __init__(self, params: Iterable[Any], **defaults: Any):
@@ -84,13 +87,18 @@ class Optimizer:
         p = self.params[n]
         if p.grad is None:
             return None
-        g = p.grad if p.grad.flags.c_contiguous else array_module(p.data).ascontiguousarray(p.grad)
+        g = p.grad if p.grad.flags.c_contiguous else array_module(p.grad).ascontiguousarray(p.grad)
+        if device_of(g) != p.device:
+            raise ValueError(
+                f"{type(self).__name__}: parameter {n} is on the {p.device}, its gradient on the "
+                f"{device_of(g)}; move both with model.to"
+            )
         if g.shape != p.shape or g.dtype != p.dtype:
             raise ValueError(
                 f"{type(self).__name__}: parameter {n} is {p.dtype} {p.shape}, "
                 f"its gradient {g.dtype} {g.shape}"
             )
-        if p.data is not self._owned[n] or not getattr(p.data.flags, "writeable", True):
+        if p.data is not self._owned[n] or not may_write(p.data):
             self._owned[n] = p.data = p.data.copy(order="C")
         return p.data, g
 
@@ -133,17 +141,22 @@ class Optimizer:
                         f"the parameter {self.params[n].dtype} {self.params[n].shape}"
                     )
         for slot in self._slots:
-            setattr(self, slot, [None if a is None else a.copy(order="C") for a in state[slot]])
+            setattr(self, slot, [self._placed(n, a) for n, a in enumerate(state[slot])])
         self.step_count = int(state["step_count"])
         self._lr = float(state["lr"])
 
+    def _placed(self, n: int, a: Any) -> Any:
+        """A copy of an array for parameter n, where that lives."""
+        return None if a is None else to_device(a.copy(order="C"), self.params[n].device)
+
     def _slot(self, slot: str, n: int) -> Any:
-        """The array of parameter n in `slot`; zeros at first."""
+        """The array of parameter n in `slot`, where that lives; zeros at first."""
         arrays = getattr(self, slot)
         if not arrays:
             arrays.extend([None] * len(self.params))
         if arrays[n] is None:
             arrays[n] = array_module(self.params[n].data).zeros_like(self.params[n].data)
+        arrays[n] = beside(arrays[n], self.params[n].data)
         return arrays[n]
 
 
@@ -156,7 +169,7 @@ def _difference(theirs: list, ours: list) -> str:
 
 def little_endian(array: Any) -> memoryview:
     """The bytes of an array, C order, little endian."""
-    array = array if array_module(array) is np else array.get()
+    array = to_host(array)
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).data.cast("B")
 
 

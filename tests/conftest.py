@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # deadline=None: the first call of a kernel compiles it.
@@ -13,3 +14,14 @@ settings.register_profile("dev", max_examples=15, **_COMMON)
 settings.register_profile("ci", max_examples=40, derandomize=True, **_COMMON)
 settings.register_profile("intense", max_examples=1000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked gpu say why they are skipped where there is no GPU."""
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        from afinar.autograd.device import why_no_gpu
+
+        if (why := why_no_gpu()) is not None:
+            for item in gpu:
+                item.add_marker(pytest.mark.skip(reason=why))

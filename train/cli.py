@@ -90,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; repeatable")
     p.add_argument("--seed", type=int, default=0, metavar="N")
     p.add_argument("--threads", type=int, metavar="N")
+    _add_device(p)
 
     p = verb("eval", "loss, perplexity and accuracy of a model on data")
     p.add_argument("--model", required=True, metavar="RUN_OR_FOLDER")
@@ -103,6 +104,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--mask-prompt", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--threads", type=int, metavar="N")
+    _add_device(p)
 
     p = verb("merge", "write a model with its adapter folded into the weights")
     p.add_argument("--model", required=True, metavar="DIR")
@@ -115,6 +117,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--from", dest="start", type=int, metavar="STEP", help="from this snapshot on")
     p.add_argument("--to", dest="stop", type=int, metavar="STEP", help="up to this step")
     p.add_argument("--threads", type=int, metavar="N")
+    _add_device(p)
 
     p = verb("report", "write a run's curves, sample and digests as one HTML page")
     p.add_argument("folder", metavar="RUN")
@@ -134,6 +137,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--mask-prompt", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--ids", action="store_true", help="print ids too")
     return top
+
+
+def _add_device(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="where to run")
 
 
 def _add_storage(p: argparse.ArgumentParser) -> None:

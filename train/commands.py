@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..autograd import set_num_threads
+from ..autograd.device import resolve_device
 from .settings import KINDS, read_settings
 from .text import ByteTokenizer, FileTokenizer, Stream, load_tokenizer, one_bos, read_json
 
@@ -34,7 +35,7 @@ def generate(args: Namespace) -> int:
     from ..transformer.generate import stream
 
     _threads(args)
-    model, tokenizer = _open(args.model, args.adapter, args.storage)
+    model, tokenizer = _open(args.model, args.adapter, args.storage, args.device)
     if args.chat:
         if not isinstance(tokenizer, FileTokenizer):
             raise ValueError(f"--chat needs a chat template, and {args.model} has none")
@@ -93,7 +94,7 @@ def eval(args: Namespace) -> int:
     from .evaluate import evaluate
 
     _threads(args)
-    model, tokenizer = _open(args.model, args.adapter, args.storage)
+    model, tokenizer = _open(args.model, args.adapter, args.storage, args.device)
     data = load_data(
         args.data,
         tokenizer,
@@ -148,6 +149,7 @@ def verify(args: Namespace) -> int:
         start=args.start,
         stop=args.stop,
         threads=args.threads,
+        device=args.device,
         on_step=progress.step,
     )
     progress.close()
@@ -192,10 +194,13 @@ def _threads(args: Namespace) -> None:
         set_num_threads(args.threads)
 
 
-def _open(folder: str, adapter: str | None, storage: str = "float32") -> tuple[Any, Any]:
+def _open(
+    folder: str, adapter: str | None, storage: str = "float32", device: str = "cpu"
+) -> tuple[Any, Any]:
     from .run import open_model
 
-    model = open_model(folder, adapter, storage)
+    resolve_device(device)  # an error here comes before a long read
+    model = open_model(folder, adapter, storage).to(device)
     tokenizer = load_tokenizer(folder)
     if isinstance(tokenizer, ByteTokenizer) and model.config.vocab_size < tokenizer.vocab_size:
         raise ValueError(

@@ -9,16 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..autograd import get_num_threads
+from ..autograd import backend, get_num_threads
 from ..autograd.launch import VECTOR_WIDTH, threading_layer
 
 
 def environment() -> dict[str, Any]:
     """Versions, processor, cores, threads, vector width and threading layer."""
     libraries = ("afinar", "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "jinja2")
+    cupy = backend.cupy
     return {
         "python": platform.python_version(),
         **{name: _version(name) for name in libraries},
+        "cupy": None if cupy is None else cupy.__version__,
         "system": platform.platform(),
         "cpu": cpu_name(),
         "cores": cores(),

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from ..autograd import Tensor, cross_entropy, no_grad
+from ..autograd.device import beside, to_host, with_memory
 from .batch import LMBatch
 from .metrics import perplexity
 from .sequences import Rows
@@ -33,7 +35,11 @@ def evaluate_batches(model: Any, batches: Iterable[LMBatch]) -> dict[str, float]
     try:
         with no_grad():
             for batch in batches:
-                loss, hits, targets = _score(model, batch)
+                loss, hits, targets = with_memory(
+                    functools.partial(_score, model, batch),
+                    f"evaluate: {batch.batch_size} sequences of {batch.seq_len} tokens",
+                    "make the batch smaller or the sequences shorter",
+                )
                 total, right, count = total + loss, right + hits, count + targets
     finally:
         model.train(training)
@@ -52,12 +58,13 @@ def _score(model: Any, batch: LMBatch) -> tuple[float, int, int]:
     """Summed loss, right guesses and targets that count."""
     targets, count = batch.targets_for(model)
     x = model.hidden(batch.inputs, batch.positions, batch.segments).data
-    counted = targets != model.ignore_index
-    x, targets = x[counted], targets[counted]  # (N, C), (N)
+    targets = targets.reshape(-1)
+    counted = np.flatnonzero(targets != model.ignore_index)
+    x, targets = x.reshape(-1, x.shape[-1])[beside(counted, x)], targets[counted]  # (N, C), (N)
     loss, right = 0.0, 0
     for n in range(0, count, BLOCK):
         part = slice(n, n + BLOCK)
-        logits = model.lm_head(Tensor(np.ascontiguousarray(x[part])))  # (N, V)
+        logits = model.lm_head(Tensor(x[part]))  # (N, V)
         loss += cross_entropy(logits, targets[part], reduction="sum").item()
-        right += int((logits.data.argmax(-1) == targets[part]).sum())
+        right += int((to_host(logits.data.argmax(-1)) == targets[part]).sum())
     return loss, right, count

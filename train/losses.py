@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor, cross_entropy, log_softmax, logsumexp, maximum, stack, where
+from ..autograd.backend import array_module, is_array
+from ..autograd.device import beside
 from .batch import IGNORED
 
 
@@ -103,7 +105,7 @@ class BCEWithLogitsLoss(ElementLoss):
     name = "BCEWithLogits"
 
     def elements(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        zero = Tensor(np.zeros_like(predictions.data))
+        zero = Tensor(array_module(predictions.data).zeros_like(predictions.data))
         return logsumexp(stack(zero, predictions), axis=0) - predictions * targets
 
 
@@ -142,7 +144,7 @@ class HuberLoss(ElementLoss):
     def elements(self, predictions: Tensor, targets: Tensor) -> Tensor:
         d = predictions - targets
         far = (_absolute(d) - 0.5 * self.delta) * self.delta
-        return where(np.abs(d.data) <= self.delta, d * d * 0.5, far)
+        return where(abs(d.data) <= self.delta, d * d * 0.5, far)
 
 
 class WeightedLoss(Loss):
@@ -175,7 +177,8 @@ class SampleWeightedLoss(Loss):
 
     def __call__(self, predictions: Tensor, targets: Any) -> Tensor:
         share = self.weights / self.weights.sum()
-        return (self.per_sample(predictions, targets) * share.astype(predictions.dtype)).sum()
+        share = beside(share.astype(predictions.dtype), predictions.data)
+        return (self.per_sample(predictions, targets) * share).sum()
 
     def per_sample(self, predictions: Tensor, targets: Any) -> Tensor:
         losses = self.inner.per_sample(predictions, targets)
@@ -204,7 +207,8 @@ LOSSES: dict[str, type[Loss]] = {
 def _targets(loss: Loss, predictions: Tensor, targets: Any) -> Tensor:
     """Targets as numbers of the predictions' type and shape."""
     data = targets.data if isinstance(targets, Tensor) else targets
-    data = np.asarray(data, predictions.dtype)
+    data = beside(np.asarray(data) if not is_array(data) else data, predictions.data)
+    data = data.astype(predictions.dtype, copy=False)
     if data.shape != predictions.shape:
         raise ValueError(
             f"{loss.name}: predictions {predictions.shape} need targets of that shape, "

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..autograd import set_num_threads
+from ..autograd.device import resolve_device
 from ..lora import load_adapter, load_adapter_peft, lora_modules, merge_lora
 from ..lora.native import ADAPTER_FILE, refuse_mlx
 from ..optim import weights_sha256
 from ..optim.optimizer import little_endian
 from ..transformer import Transformer, TransformerConfig, load_pretrained
 from ..transformer.files import read_json
+from .bits import memory_mb, own_device
 from .config import TransformerTrainConfig
 from .data import STDLIB, Data, load_data
 from .evaluate import evaluate
@@ -31,7 +33,7 @@ from .text import Tokenizer, load_tokenizer
 from .trainer import TransformerTrainer
 
 # What a row of metrics says about the machine rather than about the run.
-OF_THE_MACHINE = ("tokens_per_s",)
+OF_THE_MACHINE = ("tokens_per_s", "gpu_used_mb", "gpu_held_mb")
 
 # Settings that no result depends on: where to run and to write, and what backward computes twice.
 FREE = ("data", "model", "out", "threads", "device", "keep", "prompt", "checkpointing")
@@ -81,7 +83,7 @@ def build(settings: Settings) -> Run:
     """
     if settings.threads is not None:
         set_num_threads(settings.threads)
-    train_config(settings)  # refuses before anything is loaded
+    resolve_device(train_config(settings).device)  # refuses before anything is loaded
     tokenizer = load_tokenizer(settings.model)
     data = load_data(
         settings.data or STDLIB,
@@ -250,6 +252,7 @@ def steps(run: Run, stop: int) -> Iterator[dict[str, Any]]:
             "grad_norm": _number(window.grad_norm),
             "tokens": seen,
             "tokens_per_s": round(seen / (time.perf_counter() - start), 1),
+            **memory_mb(window),
         }
         if window.skipped:
             row["skipped"] = window.skipped
@@ -297,7 +300,7 @@ def record(run: Run) -> dict[str, Any]:
     """The digests of weights and optimizer now, and the first 16 digits of each tensor's.
 
     The whole digests prove; those of the tensors (weights, first and second moments) say where
-    a replay departs.
+    a replay departs. If they hold on one device only, it is named.
     """
     optimizer = run.trainer.optimizer
     slots = {id(p): n for n, p in enumerate(optimizer.params)}
@@ -311,9 +314,11 @@ def record(run: Run) -> dict[str, Any]:
             "none" if a is None else hashlib.sha256(little_endian(a)).hexdigest()[:16]
             for a in arrays
         )
+    own = own_device(run.trainer)
     return {
         "step": run.step,
         "weights": weights_sha256(run.model),
         "optimizer": run.trainer.optimizer_state_sha256(),
         "tensors": tensors,
+        **({} if own is None else {"device": own}),
     }

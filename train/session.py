@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from ..autograd import get_num_threads
 from ..lora import lora_modules, trainable_line
 from ..transformer import generate, save_pretrained
+from .bits import describe_device, own_device
 from .data import STDLIB
 from .environment import environment, one_line, peak_memory_mb
 from .folder import RunFolder
@@ -124,6 +125,11 @@ class Session:
         session._write_record()
         session._copy_tokenizer()
         session.say(f"continuing {folder.path} after step {run.step} of {settings.steps}")
+        if any(r.get("device") != own_device(run.trainer) for r in session.records):
+            session.say(
+                "note: the steps before were computed on another device, or in another mode: those "
+                "that follow will not have the bits of a run that was not stopped"
+            )
         return session
 
     def run_to_end(self) -> int:
@@ -145,6 +151,7 @@ class Session:
                 "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)),
                 "steps": [before + 1, run.step],
                 "threads": get_num_threads(),
+                **describe_device(run.trainer),
                 "seconds": round(time.perf_counter() - clock0, 2),
                 "first_step_seconds": round(progress.first_step or 0.0, 2),
                 "peak_memory_mb": peak_memory_mb(),
@@ -164,6 +171,10 @@ class Session:
         run = self.run
         s, data = run.settings, run.data
         self.say(one_line(environment()))
+        if run.trainer.device == "gpu":
+            device = describe_device(run.trainer)
+            mode = "the CPU's bits (deterministic)" if device["deterministic"] else "its fast mode"
+            self.say(f"on {device['gpu']}, in {mode}")
         held = f", {len(data.valid):,} held out" if data.valid is not None else ""
         self.say(f"data: {data.source}, {len(data.train):,} sequences of {s.seq_len} tokens{held}")
         for note in data.notes:

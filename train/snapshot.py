@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from ..autograd.device import beside
 from ..optim.optimizer import tensors_sha256, weights_sha256
 from ..transformer.module import check_names, check_shapes
 from ..transformer.safetensors_io import TensorFile, atomic_file, write_safetensors
@@ -39,7 +40,6 @@ HARMLESS = (
     "save_interval",
     "checkpoint_dir",
     "profile_interval",
-    "device",
     "checkpoint_config",
     "max_overflows",
 )
@@ -323,7 +323,7 @@ def _compare(snapshot: Snapshot, trainer: TransformerTrainer) -> None:
     changed = [
         name
         for name in sorted(theirs.keys() | ours.keys())
-        if name != "model_config" and theirs.get(name) != ours.get(name)
+        if name not in ("model_config", "device") and theirs.get(name) != ours.get(name)
     ]
     harmless = {*HARMLESS, *(("max_steps",) if ours["lr_schedule"] == "constant" else ())}
     serious = [name for name in changed if name not in harmless]
@@ -371,7 +371,7 @@ def _install(snapshot: Snapshot, trainer: TransformerTrainer) -> None:
             state["callbacks"][callback][name] = arrays.read(key)
     trainer.load_state_dict(state)
     for name, p in own.items():
-        p.data = weights.read(name)
+        p.data = beside(weights.read(name), p.data)
 
 
 def _read(file: TensorFile, slot: str, names: Any) -> Iterator[Any]:

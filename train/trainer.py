@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..autograd import GradScaler, Tensor, compute_in
+from ..autograd.device import finish, gpu_memory, resolve_device, with_memory
 from ..autograd.precision import all_finite
 from ..autograd.tape import keep_results
 from ..lora import (
@@ -60,6 +61,7 @@ class StepRecord:
     grad_norm: float  # before clipping
     tokens: int
     skipped: str | None = None  # why the gradient was not applied
+    gpu_memory: tuple[int, int] | None = None  # bytes in use before the step, and held by the pool
 
 
 class TransformerTrainer:
@@ -95,12 +97,12 @@ class TransformerTrainer:
         return trainer
 
     def _build(self, config: TransformerTrainConfig, model: Any) -> None:
-        if config.device == "gpu":
-            raise ValueError('device: "gpu" needs a GPU and CuPy, which this trainer does not use')
+        self.device = resolve_device(config.device)
         config.apply_deterministic_settings()
         self.config, self._model = config, model
         if config.is_lora:
             apply_lora(model, _lora_config(config), seed=config.seed)
+        model.to(self.device)
         layers = model.config.num_hidden_layers
         if config.checkpointing.enabled:
             model.checkpointing = config.checkpointing.starts(layers)
@@ -134,6 +136,7 @@ class TransformerTrainer:
 
     def _forget_window(self) -> None:
         self.accumulated_batches = 0
+        self._begun: list[LMBatch] = []  # the window's batches, in case memory ends
         self._loss_sum, self._tokens, self._unit = 0.0, 0, 1.0
 
     # --- questions ---
@@ -232,7 +235,7 @@ class TransformerTrainer:
                 f"train_batch: sequences of {batch.seq_len} tokens, max_seq_len is "
                 f"{self.config.max_seq_len}"
             )
-        targets, count = batch.targets_for(self._model)
+        _, count = batch.targets_for(self._model)
         if self.accumulated_batches == 0:
             self._model.train()
             self.optimizer.zero_grad()
@@ -242,28 +245,47 @@ class TransformerTrainer:
             # keeps them where those of means are, and changes no bit otherwise.
             size = batch.inputs.size * self.config.accumulation_steps
             self._unit = 2.0 ** -(size - 1).bit_length()
-        total = 0.0
-        if count:
-            with self._timed("forward"), self._computing():
-                loss = self._model.loss(
-                    batch.inputs, targets, batch.positions, batch.segments, reduction="sum"
-                )
-            with self._timed("backward"):
-                loss.backward(np.asarray(self._unit * self.scaler.scale, loss.dtype))
-            total = loss.item()
+        self._begun.append(batch)
+        total = with_memory(
+            self._add_gradients,
+            f"train_batch: {batch.batch_size} sequences of {batch.seq_len} tokens",
+            "make the batch smaller (and accumulate more of them) or the sequences shorter, turn "
+            "on checkpointing, or compute in bf16",
+            again=self._add_all_gradients,
+        )
         self._loss_sum += total
         self._tokens += count
         self.accumulated_batches += 1
         self.batches += 1
         return total / count if count else 0.0
 
+    def _add_gradients(self, micro: int = -1) -> float:
+        """Add the gradient of a micro-batch of the window, the last one begun; its summed loss."""
+        micro %= len(self._begun)
+        batch = self._begun[micro]
+        targets, count = batch.targets_for(self._model)
+        if not count:
+            return 0.0
+        with self._timed("forward"), self._computing(micro):
+            loss = self._model.loss(
+                batch.inputs, targets, batch.positions, batch.segments, reduction="sum"
+            )
+        with self._timed("backward"):
+            loss.backward(np.asarray(self._unit * self.scaler.scale, loss.dtype))
+        return loss.item()
+
+    def _add_all_gradients(self) -> float:
+        """The window from its beginning: some gradients may hold a part of its last batch."""
+        self.optimizer.zero_grad()
+        return [self._add_gradients(micro) for micro in range(len(self._begun))][-1]
+
     @contextlib.contextmanager
-    def _computing(self) -> Iterator[None]:
-        """The precision and the dropout masks of the micro-batch that comes next."""
-        config = self.config
+    def _computing(self, micro: int | None = None) -> Iterator[None]:
+        """The precision and the dropout masks of a micro-batch, of the next one by default."""
+        config, micro = self.config, self.accumulated_batches if micro is None else micro
         with (
             compute_in(config.precision.precision),
-            dropout_scope(config.seed, self.windows, self.accumulated_batches),
+            dropout_scope(config.seed, self.windows, micro),
             keep_results(*config.checkpointing.kept_kernels),
         ):
             yield
@@ -275,9 +297,12 @@ class TransformerTrainer:
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:
+        if self._profiling:
+            finish(self.device)
         start = time.perf_counter()
         yield
         if self._profiling:
+            finish(self.device)
             self.profile[part] = self.profile.get(part, 0.0) + time.perf_counter() - start
 
     # --- one step ---
@@ -293,6 +318,7 @@ class TransformerTrainer:
         mean = 1 / (tokens * self._unit * self.scaler.scale) if tokens else 0.0
         norm = grad_norm(self.optimizer.params) * mean
         record = StepRecord(self.step, self._loss_sum / max(tokens, 1), lr, norm, tokens)
+        record.gpu_memory = gpu_memory() if self.device == "gpu" else None
         if not tokens:
             record.skipped = "no token counts"
             warnings.warn(f"window {self.windows}: no token counts; skipped", RuntimeWarning, 2)
@@ -319,7 +345,11 @@ class TransformerTrainer:
             self._warn_of_idle()
         self.optimizer.lr = record.lr
         with self._timed("optimizer"):
-            self.optimizer.step(grad_scale=mean * clip)
+            with_memory(
+                lambda: self.optimizer.step(grad_scale=mean * clip),
+                "the optimizer's moments",
+                "train fewer parameters (LoRA), or a smaller model",
+            )
         self.scaler.update(True)
         self.overflows_in_a_row = 0
         self.step += 1

@@ -2,8 +2,8 @@
 
 What is promised: in float32 (and in 16 bits with `deterministic`) a run's digests are the same at
 any number of threads and on any processor, so a replay elsewhere must give them all. In 16 bits
-without `deterministic` that holds on processors of one kind. A replay needs the version of afinar
-that made the record.
+without `deterministic` that holds on processors of one kind. A GPU has bits of its own, unless
+`deterministic`; its records say so. A replay needs the version of afinar that made the record.
 
 Compared are the settings, the data, the tokenizer and the weights that training began with, every
 row of metrics.jsonl, every record of digests.json, every snapshot and the model; not what is made
@@ -24,6 +24,7 @@ from ..lora import lora_modules
 from ..optim import weights_sha256
 from ..transformer.hf_config import config_to_hf
 from ..transformer.safetensors_io import TensorFile
+from .bits import device_for, keeps_mode
 from .data import STDLIB, find_files, hash_files
 from .environment import environment
 from .folder import RunFolder
@@ -103,6 +104,7 @@ class Record:
         return next((n for n in wanted if n not in self.digests), None)
 
 
+@keeps_mode
 def verify(
     run: str | Path,
     *,
@@ -110,6 +112,7 @@ def verify(
     start: int | None = None,
     stop: int | None = None,
     threads: int | None = None,
+    device: str = "auto",
     on_step: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> Report:
     """Replay the steps after `start` (a snapshot's, or 0) up to `stop` and compare every record.
@@ -142,6 +145,8 @@ def verify(
     if (n := written.missing(report.start, report.stop, settings)) is not None:
         report.problems.append(f"digests.json has no digests of step {n}")
         return report
+    compared = [r for n, r in written.digests.items() if report.start <= n <= report.stop]
+    settings.device = device_for(compared, device)
     if data is not None:
         settings.data = str(data)
     replay = _build(settings, written.head, report)

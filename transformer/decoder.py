@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor, attention, gelu, rope, rope_table
+from ..autograd.device import beside
 from .dropout import call_scope, dropped, site_key
 from .init import init_weights
 from .inputs import check_ids, check_positions
@@ -186,7 +187,9 @@ class Decoder(LanguageModel):
         x = self.tokens(ids)
         if self.positions is not None:
             x = x + self.positions(at)
-        turn = None if self._turn is None else tuple(table[at] for table in self._turn)
+        turn = None
+        if self._turn is not None:
+            turn = tuple(beside(table[at], x.data) for table in self._turn)
         with call_scope():
             x = dropped(x, p, "embedding")
             x = self._through(self.blocks, x, turn, segments, cache, p)

@@ -14,11 +14,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..autograd import Tensor, no_grad, softmax
+from ..autograd.backend import array_module
+from ..autograd.device import with_memory
 from ..autograd.random import make_key, raw_words
 from .decode import DecodeStep, can_decode
 from .llama import Transformer
 from .model import LanguageModel
 from .values import is_number, is_whole
+
+R = TypeVar("R")
 
 
 class KVCache:
@@ -27,7 +31,8 @@ class KVCache:
     def __init__(self, model: LanguageModel, B: int, capacity: int):
         layers, G, D = model.cache_shape
         self.length = 0
-        self.kv = [np.empty((2, B, capacity, G, D), np.float32) for _ in range(layers)]
+        xp = array_module(model.parameters()[0].data)
+        self.kv = [xp.empty((2, B, capacity, G, D), np.float32) for _ in range(layers)]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values of a layer, the new ones last.   (B, T, G, D) -> (B, S, G, D)"""
@@ -140,7 +145,7 @@ def _steps(
 ) -> Iterator[list[int | None]]:
     n, pick, stops = options.max_new_tokens, _Picker(rows, options), options.stops
     B, T = len(rows), max(map(len, rows))
-    cache = KVCache(model, B, T + n)
+    cache = _within_memory(lambda: KVCache(model, B, T + n), B, T + n)
     # Shorter sequences start later: what is before them is padding, a segment of its own.
     starts = np.array([T - len(row) for row in rows])
     padded = bool(starts.any())
@@ -178,9 +183,18 @@ def _last_logits(
     start, stop = cache.length, cache.length + ids.shape[1]
     if segments is not None:
         segments, positions = segments[:, :stop], positions[:, start:stop]
-    with no_grad():
-        x = model.hidden(ids, positions, segments, cache)
-        return model.lm_head(x[:, -1]).numpy()
+
+    def run() -> np.ndarray:
+        cache.length = start
+        with no_grad():
+            x = model.hidden(ids, positions, segments, cache)
+            return model.lm_head(x[:, -1]).numpy()
+
+    return _within_memory(run, len(ids), stop)
+
+
+def _within_memory(run: Callable[[], R], B: int, S: int) -> R:
+    return with_memory(run, f"generate: {B} texts of {S} tokens", "give fewer or shorter ones")
 
 
 class _Picker:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..autograd.buffers import ALIGN
+from ..autograd.device import to_host
 from .config import TransformerConfig
 from .decoder import PAD, Decoder, DecoderConfig
 from .files import atomic_file, read_json
@@ -214,10 +215,13 @@ def save_pretrained(
 
 
 def without_tied_head(what: str, plain: Any, state: Mapping[str, Any], table: str) -> dict:
-    """`state` without the head of a model that ties it to its table; ValueError if they differ."""
-    head = "lm_head.weight"
+    """`state` as NumPy arrays, without the head of a model that ties it to its table.
+
+    ValueError if the two differ.
+    """
+    head, state = "lm_head.weight", {name: to_host(a) for name, a in state.items()}
     if head in plain or head not in state:
-        return dict(state)
+        return state
     if table in state and not np.array_equal(state[head], state[table]):
         raise ValueError(
             f"{what}: the head and the embeddings are one tensor of this model, but the given "

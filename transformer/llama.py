@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..autograd import Tensor, attention, rope, swiglu
+from ..autograd.device import beside
 from .config import TransformerConfig
 from .init import init_weights
 from .inputs import check_ids, check_positions
@@ -129,8 +130,11 @@ class Transformer(LanguageModel):
         positions, segments = check_positions(
             ids.shape, positions, segments, start, self.config.max_position_embeddings
         )
-        turn = self.turns.at(positions) if self.config.rope_theta else None
-        x = self._through(self.model.layers, self.model.embed_tokens(ids), turn, segments, cache)
+        x = self.model.embed_tokens(ids)
+        turn = None
+        if self.config.rope_theta:
+            turn = tuple(beside(table, x.data) for table in self.turns.at(positions))
+        x = self._through(self.model.layers, x, turn, segments, cache)
         if cache is not None:
             cache.length += ids.shape[1]
         return self.model.norm(x)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from ..autograd import Tensor
+from ..autograd.backend import array_module, is_array
+from ..autograd.device import resolve_device, to_device, to_host
 
 
 class Module:
@@ -19,6 +21,7 @@ class Module:
     """
 
     training = True
+    held: tuple[str, ...] = ()  # attributes that are arrays and no parameters, but move with them
     __call__: Callable[..., Any]
 
     # --- the tree ---
@@ -103,10 +106,37 @@ class Module:
         """`train(False)`."""
         return self.train(False)
 
+    # --- where it lives ---
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "gpu": where the parameters live; ValueError if there are some on each."""
+        found = sorted({p.device for p in self.parameters()})
+        if len(found) > 1:
+            raise ValueError(
+                f"device: {type(self).__name__} has parameters on the CPU and on the GPU; "
+                'call .to("cpu") or .to("gpu")'
+            )
+        return found[0] if found else "cpu"
+
+    def to(self, device: str) -> Self:
+        """Move all parameters, and their gradients, to the "cpu" or the "gpu"; returns the module.
+
+        "auto" is the GPU if one can be used. ValueError if "gpu" cannot be; it says what is needed.
+        """
+        device = resolve_device(device)
+        for p in self.parameters():
+            p.data = to_device(p.data, device)
+            p.grad = None if p.grad is None else to_device(p.grad, device)
+        for _, module in self.named_modules():
+            for name in module.held:
+                setattr(module, name, to_device(getattr(module, name), device))
+        return self
+
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The array of each parameter by its path (not copies)."""
+        """The array of each parameter by its path (not copies), where the model lives."""
         return {name: p.data for name, p in self.named_parameters()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -123,24 +153,23 @@ class Module:
         for alias, name in aliases.items():
             if alias in state:
                 value = state.pop(alias)
-                if not np.array_equal(value, state.setdefault(name, value)):
+                first_value = state.setdefault(name, value)
+                if not np.array_equal(to_host(value), to_host(first_value)):
                     raise ValueError(
                         f"load_state_dict: {alias} and {name} are one parameter of this model, "
                         "but the given arrays differ"
                     )
         check_names("load_state_dict", own, state)
-        given = {name: np.shape(a) for name, a in state.items()}
+        given = {name: a.shape if is_array(a) else np.shape(a) for name, a in state.items()}
         check_shapes("load_state_dict", {k: p.shape for k, p in own.items()}, given)
         for name, p in own.items():
             p.data = _as_array(state[name], p)
 
 
 def _as_array(value: Any, parameter: Tensor) -> Any:
-    if isinstance(parameter.data, np.ndarray):
-        return np.array(value, dtype=parameter.data.dtype, order="C")
-    out = parameter.data.copy()  # on the GPU
-    out.set(np.ascontiguousarray(value, dtype=out.dtype))
-    return out
+    """A copy of the value, of the parameter's type and where it lives."""
+    value = to_device(value if is_array(value) else np.asarray(value), parameter.device)
+    return array_module(parameter.data).array(value, dtype=parameter.dtype, order="C")
 
 
 def check_names(what: str, wanted: Any, given: Any) -> None:

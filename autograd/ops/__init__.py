@@ -1,5 +1,6 @@
 """The operations, one family per file."""
 
+from . import attention_gpu, gemm_gpu
 from .activation import gelu, silu, swiglu
 from .attention import attention
 from .dropout import dropout

@@ -35,6 +35,7 @@ import numpy as np
 
 from .. import buffers
 from ..backend import FLOATS, array_module, kernel
+from ..device import to_host
 from ..launch import get_num_threads, strided
 from ..precision import compute_dtype
 from ..random import key_words
@@ -58,13 +59,18 @@ def attention(
 
     Query t sees key s iff s <= t + S - T (if causal), t + S - T - s < window, and both are of the
     same segment; segments (B, S) are those of the keys, the queries are its last T; a negative
-    segment is padding. A query that sees nothing gives 0. scale is 1 / sqrt(D) if not given.
+    segment is padding. A query that sees nothing gives 0. scale is 1 / sqrt(D) if not given. On a
+    GPU D is at most 256.
     In a 16-bit mode q, k, v are rounded, and kept so with out for the backward pass; all sums are
     float32.
     """
+    if segments is not None:
+        # Plans are made on the host, wherever the heads are: a buffer is no array of a device.
+        # A copy, for backward reads it too.
+        segments = np.array(to_host(segments), order="C")
     _check(q, k, v, segments, window, dropout, key)
     if segments is not None:
-        segments = np.array(segments, np.int64, order="C")  # a copy: backward reads it too
+        segments = segments.astype(np.int64, copy=False).data
     mode = compute_dtype()
     scale = q.dtype.type(q.shape[3] ** -0.5 if scale is None else scale)
     options = scale, bool(causal), segments, window, dropout, key
@@ -97,10 +103,10 @@ def _check(q, k, v, segments, window, dropout, key):
             f"{q.dtype}, {k.dtype} and {v.dtype}"
         )
     if segments is not None:
-        if np.shape(segments) != (B, S) or np.asarray(segments).dtype.kind not in "iu":
+        if segments.shape != (B, S) or segments.dtype.kind not in "iu":
             raise ValueError(
                 f"attention: segments must be integers of shape {(B, S)}, one for each key, given "
-                f"{np.asarray(segments).dtype} of shape {np.shape(segments)}"
+                f"{segments.dtype} of shape {segments.shape}"
             )
         if T > S:
             raise ValueError(
@@ -124,6 +130,7 @@ def _seen(T, S, causal, segments, window):
     if window is not None:
         seen &= t - s < window
     if segments is not None:
+        segments = np.asarray(segments)
         seen = (
             seen
             & (segments[:, S - T :, None] == segments[:, None, :])
@@ -280,7 +287,7 @@ _NO_SEGMENTS = np.zeros((1, 1), np.int64)
 def _masks(segments, holes, causal, window):
     """What the bodies see keys by: segments, and how far a query sees ahead and back."""
     return (
-        _NO_SEGMENTS if segments is None else segments,
+        _NO_SEGMENTS if segments is None else np.asarray(segments),
         int(holes),
         0 if causal else plan.FAR,
         plan.FAR if window is None else int(window),

@@ -11,10 +11,11 @@ import math
 
 import numpy as np
 
+from .. import cuda
 from ..backend import array_module, kernel
 from ..buffers import empty
 from ..launch import body, device
-from ..random import key_words, philox, raw_words
+from ..random import PHILOX, key_words, philox, raw_words
 from ..tape import op
 
 BLOCK = 8192  # elements per index of the body
@@ -100,4 +101,50 @@ def dropout_apply_cpu(x, p, key):
     out = empty(x.shape, x.dtype)
     rule = (*key_words(key), drop_threshold(p), keep_scale(p, x.dtype))
     dropout_cpu(-(-x.size // BLOCK), x.reshape(-1), *rule, out.reshape(-1))
+    return out
+
+
+# --- GPU -----------------------------------------------------------------------------------
+
+KEEP_8 = (
+    PHILOX
+    + r"""
+// Bit j of the result: is element 8 block + j kept?
+__device__ inline int keep_8(u64 k0, u64 k1, i64 block, i64 threshold) {
+    const Four four = philox(k0, k1, block);
+    int kept = 0;
+    for (int i = 0; i < 4; i++) {
+        kept |= ((i64)(u32)four.word[i] >= threshold) << (2 * i);
+        kept |= ((i64)(four.word[i] >> 32) >= threshold) << (2 * i + 1);
+    }
+    return kept;
+}
+"""
+)
+
+# A warp draws for 256 elements, 8 a thread, and exchanges what it drew: it reads x in order.
+_source = cuda.Source(
+    KEEP_8
+    + r"""
+extern "C" __global__ void drop(const REAL *x, i64 k0, i64 k1, i64 threshold, REAL scale,
+                                REAL *out, i64 n) {
+    const i64 block = this_thread();
+    const int lane = threadIdx.x % 32;
+    const int drawn = keep_8(k0, k1, block, threshold);
+    for (int part = 0; part < 8; part++) {
+        const int kept = __shfl_sync(0xffffffffu, drawn, 4 * part + lane / 8);
+        const i64 i = 8 * (block - lane) + 32 * part + lane;
+        if (i < n) out[i] = kept >> lane % 8 & 1 ? x[i] * scale : (REAL)0;
+    }
+}
+"""
+)
+
+
+@dropout_apply.gpu
+def dropout_apply_gpu(x, p, key):
+    out = cuda.empty(x.shape, x.dtype)
+    rule = (*key_words(key), drop_threshold(p), keep_scale(p, x.dtype))
+    n = cuda.blocks(cuda.blocks(x.size, 8))
+    _source("drop", n, cuda.THREADS, x, *rule, out, x.size, real=x.dtype)
     return out

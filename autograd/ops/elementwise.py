@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import buffers, mathf
+from .. import buffers, cuda, mathf
 from ..backend import FLOATS, array_module, is_array, kernel
 from ..launch import body
 from ..pointwise import (
@@ -20,6 +20,7 @@ from ..pointwise import (
     choose,
     compute,
     like,
+    on_gpu,
     pointwise,
     pointwise_pair,
     scalar,
@@ -134,6 +135,12 @@ def _sum(x, y):
 
 
 _add = two_to_one(_sum)
+_add_on_gpu = on_gpu(_sum)
+
+
+@add_arrays.gpu
+def add_arrays_gpu(x, y, out):
+    return _add_on_gpu(x, y, out=out)
 
 
 # --- powers and transcendental functions ------------------------------------------------------
@@ -188,6 +195,22 @@ def _real_power(i, x, exponent, out):
     # In float64: a float32 logarithm times the exponent would lose digits.
     for n in range(i * CHUNK, min((i + 1) * CHUNK, out.size)):
         out[n] = mathf.exp(exponent * mathf.log(np.float64(x[n])))
+
+
+_real_power_on_gpu = cuda.Source(r"""
+extern "C" __global__ void real_power(const REAL *x, double exponent, REAL *out, i64 n) {
+    const i64 i = this_thread();
+    if (i < n) out[i] = (REAL)exp_(exponent * log_((double)x[i]));
+}
+""")
+
+
+@real_power.gpu
+def real_power_gpu(x, exponent):
+    out, n = cuda.empty(x.shape, x.dtype), x.size
+    args = x, np.float64(exponent), out, n
+    _real_power_on_gpu("real_power", cuda.blocks(n), cuda.THREADS, *args, real=x.dtype)
+    return out
 
 
 @op

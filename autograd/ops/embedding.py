@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import cuda
 from ..backend import array_module, is_array, kernel
 from ..buffers import empty
+from ..device import beside
 from ..launch import body
 from ..tape import op
 from .gemm import widen
@@ -22,7 +24,7 @@ def embedding(weight, ids):
     if weight.ndim != 2:
         raise ValueError(f"embedding: a weight (V, C) needed, given shape {weight.shape}")
     V, C = weight.shape
-    ids = as_ids("embedding", "id", ids, V)
+    ids = beside(as_ids("embedding", "id", ids, V), weight)
     shape, ids = ids.shape, ids.reshape(-1)
     rows = embedding_rows(weight, ids)  # (N, C)
     return rows.reshape(*shape, C), (
@@ -132,4 +134,68 @@ def embedding_backward_cpu(g, ids, V):
     order_by_id_cpu(1, ids, start, order)
     out = empty((V, g.shape[1]), g.dtype)
     scatter_cpu(-(-V // ROWS), g, start, order, out)
+    return out
+
+
+# --- GPU -----------------------------------------------------------------------------------
+
+# A thread an element of the result.
+_source = cuda.Source(r"""
+extern "C" __global__ void gather(const REAL *weight, const i64 *ids, REAL *out, i64 C, i64 n) {
+    const i64 i = this_thread();
+    if (i < n) out[i] = weight[ids[i / C] * C + i % C];
+}
+extern "C" __global__ void gather_widened(const u16 *bits, const i64 *ids, float *out, i64 C,
+                                          i64 n) {
+    const i64 i = this_thread();
+    if (i < n) out[i] = from_bits((int)((u32)bits[ids[i / C] * C + i % C] << 16));
+}
+
+// Where the keys of each id begin; a key is id * N + position, and keys ascend.
+extern "C" __global__ void find_starts(const i64 *keys, i64 *start, i64 N, i64 n) {
+    const i64 v = this_thread();
+    if (v >= n) return;
+    i64 low = 0, high = N;
+    while (low < high) {
+        const i64 middle = (low + high) / 2;
+        if (keys[middle] < v * N) low = middle + 1;
+        else high = middle;
+    }
+    start[v] = low;
+}
+extern "C" __global__ void scatter(const REAL *g, const i64 *keys, const i64 *start, REAL *out,
+                                   i64 N, i64 C, i64 n) {
+    const i64 i = this_thread();
+    if (i >= n) return;
+    const i64 c = i % C, v = i / C;
+    REAL total = 0;
+    for (i64 k = start[v]; k < start[v + 1]; k++) total = total + g[(keys[k] - v * N) * C + c];
+    out[i] = total;
+}
+""")
+
+
+def _by_element(name, out, *args):
+    """Launch a function with a thread for each element of `out`."""
+    _source(name, cuda.blocks(out.size), cuda.THREADS, *args, out.size, real=out.dtype)
+
+
+@embedding_rows.gpu
+def embedding_rows_gpu(weight, ids):
+    wide = weight.dtype == np.uint16
+    out = cuda.empty((ids.size, weight.shape[1]), np.float32 if wide else weight.dtype)
+    _by_element("gather_widened" if wide else "gather", out, weight, ids, out, out.shape[1])
+    return out
+
+
+@embedding_backward.gpu
+def embedding_backward_gpu(g, ids, V):
+    N, C = ids.size, g.shape[1]
+    keys = ids * N + array_module(ids).arange(N)
+    if N:
+        keys.sort()  # by id, then by position: all differ
+    start = cuda.empty(V + 1, np.int64)
+    _source("find_starts", cuda.blocks(V + 1), cuda.THREADS, keys, start, N, V + 1)
+    out = cuda.empty((V, C), g.dtype)
+    _by_element("scatter", out, g, keys, start, out, N, C)
     return out

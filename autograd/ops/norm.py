@@ -8,14 +8,14 @@ import math
 
 import numpy as np
 
-from .. import mathf
+from .. import cuda, mathf
 from ..backend import array_module, kernel
 from ..buffers import empty
 from ..lanes import fma, keep_first, load, load_part, row_dot, row_sum, splat, store, tree_sum
 from ..launch import body, device
 from ..tape import op
 from .gemm import widen
-from .reduce import CHAIN, add_chains
+from .reduce import CHAIN, add_chains, add_chains_gpu
 
 
 @op(needs=True)
@@ -242,3 +242,140 @@ def _sum_of_squares(x, mean):
         d = load_part(x, whole, C - whole) - mean
         total = keep_first(C - whole, fma(d, d, total), total)
     return tree_sum(total)
+
+
+# --- GPU -----------------------------------------------------------------------------------
+
+# 16 threads a row; for the gradients of weights one a column of each chain.
+
+_source = cuda.Source(r"""
+extern "C" __global__ void rms_forward(const REAL *x, const REAL *weight, REAL eps, REAL *y,
+                                       REAL *r, i64 N, i64 C) {
+    const i64 n = this_row(), at = (n < N ? n : 0) * C;
+    const REAL scale = 1 / root(row_dot(x + at, x + at, C) / (REAL)C + eps);
+    if (n >= N) return;
+    if (this_lane() == 0) r[n] = scale;
+    for (i64 c = this_lane(); c < C; c += 16) y[at + c] = x[at + c] * scale * weight[c];
+}
+extern "C" __global__ void layer_forward(const REAL *x, const REAL *weight, const REAL *bias,
+                                         i64 biased, REAL eps, REAL *y, REAL *mean, REAL *r,
+                                         i64 N, i64 C) {
+    const i64 n = this_row(), at = (n < N ? n : 0) * C;
+    const REAL m = row_sum(x + at, C) / (REAL)C;
+    REAL total = 0;
+    for (i64 c = this_lane(); c < C; c += 16) {
+        const REAL d = x[at + c] - m;
+        total = fma_(d, d, total);
+    }
+    const REAL scale = 1 / root(tree_sum(total) / (REAL)C + eps);
+    if (n >= N) return;
+    if (this_lane() == 0) {
+        mean[n] = m;
+        r[n] = scale;
+    }
+    for (i64 c = this_lane(); c < C; c += 16) {
+        const REAL h = (x[at + c] - m) * scale * weight[c];
+        y[at + c] = biased ? h + bias[c] : h;
+    }
+}
+
+extern "C" __global__ void rms_backward(const REAL *g, const REAL *x, const REAL *weight,
+                                        const REAL *r, REAL *dx, i64 N, i64 C) {
+    const i64 n = this_row(), row = n < N ? n : 0, at = row * C;
+    const REAL scale = r[row];
+    REAL gwh = 0;
+    for (i64 c = this_lane(); c < C; c += 16)
+        gwh = fma_(g[at + c] * weight[c], x[at + c] * scale, gwh);
+    const REAL mean_gwh = tree_sum(gwh) / (REAL)C;
+    if (n >= N) return;
+    for (i64 c = this_lane(); c < C; c += 16)
+        dx[at + c] = scale * fma_(x[at + c] * scale, -mean_gwh, g[at + c] * weight[c]);
+}
+extern "C" __global__ void layer_backward(const REAL *g, const REAL *x, const REAL *weight,
+                                          const REAL *mean, const REAL *r, REAL *dx, i64 N, i64 C) {
+    const i64 n = this_row(), row = n < N ? n : 0, at = row * C;
+    const REAL m = mean[row], scale = r[row];
+    REAL gw = 0, gwh = 0;
+    for (i64 c = this_lane(); c < C; c += 16) {
+        gw = fma_(g[at + c], weight[c], gw);
+        gwh = fma_(g[at + c] * weight[c], (x[at + c] - m) * scale, gwh);
+    }
+    const REAL mean_gw = tree_sum(gw) / (REAL)C, mean_gwh = tree_sum(gwh) / (REAL)C;
+    if (n >= N) return;
+    for (i64 c = this_lane(); c < C; c += 16) {
+        const REAL h = (x[at + c] - m) * scale;
+        dx[at + c] = scale * fma_(h, -mean_gwh, g[at + c] * weight[c] - mean_gw);
+    }
+}
+
+extern "C" __global__ void rms_weight(const REAL *g, const REAL *x, const REAL *r, REAL *dweight,
+                                      i64 N, i64 C, i64 n) {
+    const i64 i = this_thread();
+    if (i >= n) return;
+    const i64 c = i % C, start = i / C * 64, stop = start + 64 < N ? start + 64 : N;
+    REAL dw = 0;
+    for (i64 row = start; row < stop; row++)
+        dw = fma_(g[row * C + c], x[row * C + c] * r[row], dw);
+    dweight[i] = dw;
+}
+extern "C" __global__ void layer_weight(const REAL *g, const REAL *x, const REAL *mean,
+                                        const REAL *r, REAL *dweight, REAL *dbias, i64 N, i64 C,
+                                        i64 n) {
+    const i64 i = this_thread();
+    if (i >= n) return;
+    const i64 c = i % C, start = i / C * 64, stop = start + 64 < N ? start + 64 : N;
+    REAL dw = 0, db = 0;
+    for (i64 row = start; row < stop; row++) {
+        const REAL gc = g[row * C + c];
+        dw = fma_(gc, (x[row * C + c] - mean[row]) * r[row], dw);
+        db = db + gc;
+    }
+    dweight[i] = dw;
+    dbias[i] = db;
+}
+""")
+
+
+def _by_row(name, x, *args):
+    """Launch a function with 16 threads for each row of x (N, C)."""
+    _source(name, cuda.row_blocks(len(x)), cuda.THREADS, *args, *x.shape, real=x.dtype)
+
+
+def _weight_gradients(name, count, *args):
+    """Sums over the chains of rows, one thread a column, then over the chains: `count` of (C)."""
+    N, C = args[0].shape
+    dtype, shape = args[0].dtype, (1, max(-(-N // CHAIN), 1), C)
+    parts = [cuda.empty(shape, dtype) for _ in range(count)]
+    n = parts[0].size
+    _source(name, cuda.blocks(n), cuda.THREADS, *args, *parts, N, C, n, real=dtype)
+    return [add_chains_gpu(p, None)[0] for p in parts]
+
+
+@rms_norm_forward.gpu
+def rms_norm_forward_gpu(x, weight, eps):
+    y, r = cuda.empty(x.shape, x.dtype), cuda.empty(len(x), x.dtype)
+    _by_row("rms_forward", x, x, weight, x.dtype.type(eps), y, r)
+    return y, r
+
+
+@rms_norm_backward.gpu
+def rms_norm_backward_gpu(g, x, weight, r, needs_weight):
+    dx = cuda.empty(x.shape, x.dtype)
+    _by_row("rms_backward", x, g, x, weight, r, dx)
+    return dx, _weight_gradients("rms_weight", 1, g, x, r)[0] if needs_weight else None
+
+
+@layer_norm_forward.gpu
+def layer_norm_forward_gpu(x, weight, bias, eps):
+    y, mean, r = (cuda.empty(s, x.dtype) for s in (x.shape, len(x), len(x)))
+    biased = bias is not None
+    rest = bias if biased else weight, int(biased), x.dtype.type(eps), y, mean, r
+    _by_row("layer_forward", x, x, weight, *rest)
+    return y, mean, r
+
+
+@layer_norm_backward.gpu
+def layer_norm_backward_gpu(g, x, weight, mean, r):
+    dx = cuda.empty(x.shape, x.dtype)
+    _by_row("layer_backward", x, g, x, weight, mean, r, dx)
+    return dx, *_weight_gradients("layer_weight", 2, g, x, mean, r)

@@ -14,7 +14,7 @@ import operator
 
 import numpy as np
 
-from .. import lanes, mathf
+from .. import cuda, lanes, mathf
 from ..backend import array_module, kernel
 from ..buffers import empty
 from ..launch import body, device
@@ -78,7 +78,8 @@ def max(x, *, axis=None, keepdims=False):
 
     def vjp(g):
         top = (x == out.reshape(kept)).astype(x.dtype)
-        return top * (g / sum_axes(top, axes).reshape(g.shape)).reshape(kept)
+        share = g / sum_axes(top, axes).reshape(g.shape)
+        return array_module(x).asarray(top * share.reshape(kept))
 
     return out.reshape(_without(shape, axes, keepdims)), (vjp,)
 
@@ -95,7 +96,7 @@ def logsumexp(x, *, axis=-1, keepdims=False):
 
     def vjp(g):
         dx = logsumexp_backward(g.reshape(-1), rows, out).reshape(moved.shape)
-        return dx.transpose(np.argsort(back))
+        return dx.transpose(tuple(np.argsort(back).tolist()))
 
     return out.reshape(_without(shape, axes, keepdims)), (vjp,)
 
@@ -376,3 +377,183 @@ def sum_in_blocks_cpu(x):
     parts = np.empty(-(-x.size // SPAN))
     blocks_cpu(len(parts), x.reshape(-1), parts)
     return _added_up(parts)
+
+
+# --- GPU -----------------------------------------------------------------------------------
+
+_source = cuda.Source(r"""
+// x (N, R) -> out (N): 16 threads a row
+extern "C" __global__ void sum_rows(const REAL *x, REAL *out, i64 N, i64 R) {
+    const i64 n = this_row();
+    const REAL total = row_sum(x + (n < N ? n : 0) * R, R);
+    if (n < N && this_lane() == 0) out[n] = total;
+}
+extern "C" __global__ void max_rows(const REAL *x, REAL *out, i64 N, i64 R) {
+    const i64 n = this_row();
+    const REAL top = row_max(x + (n < N ? n : 0) * R, R);
+    if (n < N && this_lane() == 0) out[n] = top;
+}
+
+// x (A, R, C) -> out (A, chains, C), a chain of 64 rows each: a thread an element of out
+extern "C" __global__ void sum_chains(const REAL *x, REAL *out, i64 R, i64 C, i64 chains, i64 n) {
+    const i64 i = this_thread();
+    if (i >= n) return;
+    const i64 c = i % C, chain = i / C % chains, a = i / C / chains;
+    const i64 start = chain * 64, stop = start + 64 < R ? start + 64 : R;
+    REAL total = 0;
+    for (i64 r = start; r < stop; r++) total = total + x[(a * R + r) * C + c];
+    out[i] = total;
+}
+// x (A, chains, C) into out (A, C), the chains ascending
+extern "C" __global__ void add_chains(const REAL *x, REAL *out, i64 fresh, i64 chains, i64 C,
+                                      i64 n) {
+    const i64 i = this_thread();
+    if (i >= n) return;
+    const REAL *from = x + i / C * chains * C + i % C;
+    REAL total = fresh ? from[0] : out[i];
+    for (i64 chain = fresh; chain < chains; chain++) total = total + from[chain * C];
+    out[i] = total;
+}
+extern "C" __global__ void max_columns(const REAL *x, REAL *out, i64 R, i64 C, i64 n) {
+    const i64 i = this_thread();
+    if (i >= n) return;
+    const REAL *from = x + i / C * R * C + i % C;
+    REAL top = from[0];
+    for (i64 r = 1; r < R; r++) top = larger(top, from[r * C]);
+    out[i] = top;
+}
+
+extern "C" __global__ void logsumexp_rows(const REAL *x, REAL *out, i64 N, i64 R) {
+    const i64 n = this_row();
+    const REAL *row = x + (n < N ? n : 0) * R;
+    const REAL top = row_max(row, R), shift = top == -infinity<REAL>() ? (REAL)0 : top;
+    REAL total = 0;
+    for (i64 i = this_lane(); i < R; i += 16) total = total + exp_(row[i] - shift);
+    total = tree_sum(total);
+    if (n < N && this_lane() == 0) out[n] = log_(total) + shift;
+}
+extern "C" __global__ void logsumexp_backward(const REAL *g, const REAL *x, const REAL *out,
+                                              REAL *dx, i64 R, i64 n) {
+    const i64 i = this_thread();
+    if (i >= n) return;
+    const REAL lse = out[i / R], shift = lse == -infinity<REAL>() ? (REAL)0 : lse;
+    dx[i] = x[i] == -infinity<REAL>() ? (REAL)0 : exp_(x[i] - shift) * g[i / R];
+}
+
+// Sums over 4096 elements in float64: 16 threads each
+extern "C" __global__ void sum_squares(const REAL *x, double *parts, i64 count, i64 n) {
+    const i64 part = this_row(), start = (part < count ? part : 0) * 4096;
+    const i64 stop = start + 4096 < n ? start + 4096 : n;
+    double total = 0;
+    for (i64 i = start + this_lane(); i < stop; i += 16) {
+        const double wide = x[i];
+        total = fma_(wide, wide, total);
+    }
+    total = tree_sum(total);
+    if (part < count && this_lane() == 0) parts[part] = total;
+}
+extern "C" __global__ void sum_blocks(const double *x, double *parts, i64 count, i64 n) {
+    const i64 part = this_row(), start = (part < count ? part : 0) * 4096;
+    const double total = row_sum(x + start, start + 4096 < n ? 4096 : n - start);
+    if (part < count && this_lane() == 0) parts[part] = total;
+}
+extern "C" __global__ void add_parts(const double *parts, double *out, i64 count) {
+    double total = 0;
+#pragma unroll 16
+    for (i64 i = 0; i < count; i++) total = total + parts[i];
+    out[0] = total;
+}
+""")
+
+
+def _by_element(name, out, *args):
+    """Launch a function with a thread for each element of `out`."""
+    _source(name, cuda.blocks(out.size), cuda.THREADS, *args, out.size, real=out.dtype)
+
+
+def _by_row(name, x, out):
+    """Launch a function with 16 threads for each row of x (N, R)."""
+    _source(name, cuda.row_blocks(len(x)), cuda.THREADS, x, out, *x.shape, real=x.dtype)
+
+
+@sum_axes.gpu
+def sum_axes_gpu(x, axes):
+    return _by_groups(x, axes, _sum_middle_gpu)
+
+
+def _sum_middle_gpu(x):
+    A, R, C = x.shape
+    if C == 1:
+        out = cuda.empty((A, C), x.dtype)
+        _by_row("sum_rows", x.reshape(A, R), out)
+        return out
+    return add_chains_gpu(sum_chains_gpu(x), None)
+
+
+def sum_chains_gpu(x):
+    """`sum_chains` on the GPU."""
+    A, R, C = x.shape
+    chains = -(-R // CHAIN) or 1
+    out = cuda.empty((A, chains, C), x.dtype)
+    _by_element("sum_chains", out, x, out, R, C, chains)
+    return out
+
+
+def add_chains_gpu(parts, out):
+    """`add_chains` on the GPU."""
+    A, chains, C = parts.shape
+    if out is None and chains == 1:
+        return parts.reshape(A, C)
+    fresh = out is None
+    out = cuda.empty((A, C), parts.dtype) if fresh else out
+    _by_element("add_chains", out, parts, out, int(fresh), chains, C)
+    return out
+
+
+@max_axes.gpu
+def max_axes_gpu(x, axes):
+    return _by_groups(x, axes, _max_middle_gpu)
+
+
+def _max_middle_gpu(x):
+    A, R, C = x.shape
+    out = cuda.empty((A, C), x.dtype)
+    if C == 1:
+        _by_row("max_rows", x.reshape(A, R), out)
+    else:
+        _by_element("max_columns", out, x, out, R, C)
+    return out
+
+
+@logsumexp_rows.gpu
+def logsumexp_rows_gpu(x):
+    out = cuda.empty(len(x), x.dtype)
+    _by_row("logsumexp_rows", x, out)
+    return out
+
+
+@logsumexp_backward.gpu
+def logsumexp_backward_gpu(g, x, out):
+    dx = cuda.empty(x.shape, x.dtype)
+    _by_element("logsumexp_backward", dx, g, x, out, dx, x.shape[1])
+    return dx
+
+
+def _by_span(name, x):
+    """Sums over 4096 elements, and over these: an array of no dimension, not to wait for it."""
+    count, out = -(-x.size // SPAN), cuda.empty((), np.float64)
+    parts = cuda.empty(count, np.float64)
+    args = parts, count, x.size
+    _source(name, cuda.row_blocks(count), cuda.THREADS, x, *args, real=x.dtype)
+    _source("add_parts", 1, 1, parts, out, count)
+    return out
+
+
+@sum_of_squares.gpu
+def sum_of_squares_gpu(x):
+    return _by_span("sum_squares", x)
+
+
+@sum_in_blocks.gpu
+def sum_in_blocks_gpu(x):
+    return _by_span("sum_blocks", x)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import mathf
+from .. import cuda, mathf
 from ..backend import array_module, kernel
 from ..buffers import empty
 from ..lanes import load, store
@@ -137,3 +137,34 @@ def _rotate(i, x, cos, sin, out):
                 x1, x2 = row[k], row[k + half]
                 to[k] = x1 * c[k] - x2 * s[k]
                 to[k + half] = x2 * c[k] + x1 * s[k]
+
+
+# --- GPU -----------------------------------------------------------------------------------
+
+_source = cuda.Source(r"""
+// A thread a pair; x has strides b_step, t_step, h_step, and turns is T, or 0 if all rows of the
+// batch have the same angles.
+extern "C" __global__ void rotate(const REAL *x, i64 b_step, i64 t_step, i64 h_step,
+                                  const REAL *cos, const REAL *sin, i64 turns, REAL *out, i64 T,
+                                  i64 H, i64 half, i64 n) {
+    const i64 i = this_thread();
+    if (i >= n) return;
+    const i64 k = i % half, row = i / half, h = row % H, t = row / H % T, b = row / H / T;
+    const REAL *pair = x + b * b_step + t * t_step + h * h_step + k;
+    const i64 angle = (b * turns + t) * half + k;
+    const REAL x1 = pair[0], x2 = pair[half], c = cos[angle], s = sin[angle];
+    out[row * 2 * half + k] = x1 * c - x2 * s;
+    out[row * 2 * half + half + k] = x2 * c + x1 * s;
+}
+""")
+
+
+@rope_rotate.gpu
+def rope_rotate_gpu(x, cos, sin):
+    out, (_, T, H, D) = cuda.empty(x.shape, x.dtype), x.shape
+    cos, sin = (a.astype(x.dtype, copy=False) for a in (cos, sin))
+    steps = (s // x.itemsize for s in x.strides[:3])
+    rest = cos, sin, T if cos.shape[0] > 1 else 0, out, T, H, D // 2
+    n = out.size // 2
+    _source("rotate", cuda.blocks(n), cuda.THREADS, x, *steps, *rest, n, real=x.dtype)
+    return out

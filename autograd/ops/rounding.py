@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import cuda
 from ..backend import array_module, kernel
 from ..buffers import empty
 from ..lanes import bits
@@ -84,3 +85,37 @@ def _float16(i, x, out):
         if b > np.uint32(0x7F800000):
             h = np.uint32(0x7E00)
         out[j] = np.uint16(sign | h)
+
+
+# --- GPU -----------------------------------------------------------------------------------
+
+_GPU = cuda.Source(r"""
+extern "C" __global__ void to_bfloat16(const u32 *x, u16 *out, i64 n) {
+    const i64 i = this_thread();
+    if (i >= n) return;
+    const u32 b = x[i], last = b >> 16;
+    out[i] = (b & 0x7fffffff) > 0x7f800000 ? last | 0x40 : (b + 0x7fff + (last & 1)) >> 16;
+}
+extern "C" __global__ void to_float16(const u32 *x, u16 *out, i64 n) {
+    const i64 i = this_thread();
+    if (i >= n) return;
+    const u32 sign = x[i] >> 16 & 0x8000, b = x[i] & 0x7fffffff, rest = b - (112u << 23);
+    u32 h = (rest + 0xfff + (rest >> 13 & 1)) >> 13;
+    if (b < 113u << 23) h = (u32)bits_of(from_bits((int)b) + 0.5f) - 0x3f000000;
+    if (b >= 0x47800000) h = 0x7c00;
+    if (b > 0x7f800000) h = 0x7e00;
+    out[i] = sign | h;
+}""")
+
+
+def _on_gpu(name, dtype):
+    def fast(x):
+        out = cuda.empty(x.shape, dtype)
+        _GPU(name, cuda.blocks(x.size), cuda.THREADS, x, out, x.size)
+        return out
+
+    return fast
+
+
+round_bfloat16.gpu(_on_gpu("to_bfloat16", np.uint16))
+round_float16.gpu(_on_gpu("to_float16", np.int16))

@@ -69,12 +69,13 @@ def getitem(x, *, index):
     shape, dtype = x.shape, x.dtype
     index = _array_index(x, index)
     try:
+        _check_range(x, index)
         out = array_module(x).asarray(x[index])
     except (IndexError, TypeError) as error:
         raise IndexError(f"getitem: {_lower(str(error))}; the shape is {shape}") from None
 
     def vjp(g):
-        if _takes_once(index):
+        if _takes_once(g, index):
             dx = array_module(g).zeros(shape, dtype)
             dx[index] = g
             return dx
@@ -89,9 +90,7 @@ def _array_index(x, index):
     def one(i):
         if isinstance(i, Tensor):
             raise TypeError("getitem: an index of integers or booleans needed, given a Tensor")
-        return (
-            array_module(x).asarray(i, None if len(i) else np.int64) if isinstance(i, list) else i
-        )
+        return np.asarray(i, None if len(i) else np.int64) if isinstance(i, list) else i
 
     return tuple(map(one, index)) if isinstance(index, tuple) else one(index)
 
@@ -100,19 +99,46 @@ def _parts(index) -> tuple:
     return index if isinstance(index, tuple) else (index,)
 
 
-def _takes_once(index) -> bool:
-    """Whether no element can be taken twice: integer arrays alone can repeat."""
-    return not any(is_array(i) and i.dtype != bool for i in _parts(index))
+def _sides(index, shape) -> list[int]:
+    """How many axes each part of the index takes."""
+    parts = _parts(index)
+    sides = [i.ndim if is_array(i) and i.dtype == bool else 1 for i in parts]
+    sides = [0 if i is None or i is Ellipsis else n for i, n in zip(parts, sides, strict=True)]
+    rest = len(shape) - sum(sides)
+    return [rest if i is Ellipsis else n for i, n in zip(parts, sides, strict=True)]
+
+
+def _check_range(x, index) -> None:
+    """What NumPy refuses and CuPy does not: a float, which it would cut to an integer, and arrays
+    of integers out of range, which it would take modulo the size."""
+    if isinstance(x, np.ndarray):
+        return
+    axis = 0
+    for i, n in zip(_parts(index), _sides(index, x.shape), strict=True):
+        if not (i is None or i is Ellipsis or isinstance(i, slice) or is_array(i)):
+            operator.index(i)
+        if is_array(i) and i.dtype.kind in "iu" and i.size and axis < x.ndim:
+            low, high, size = int(i.min()), int(i.max()), x.shape[axis]
+            if low < -size or high >= size:
+                wrong = low if low < -size else high
+                raise IndexError(f"index {wrong} is out of bounds for axis {axis} with size {size}")
+        axis += n
+
+
+def _takes_once(g, index) -> bool:
+    """Whether no element can be taken twice: integer arrays alone can repeat.
+
+    Elements that arrays take from the GPU are always added by the one kernel that has an order.
+    """
+    on_cpu = isinstance(g, np.ndarray)
+    return not any(is_array(i) and not (on_cpu and i.dtype == bool) for i in _parts(index))
 
 
 def _scatter(g, index, shape):
     """zeros, += g at the index: rows of an embedding's gradient, if axes never touched are its
     channels and the others, flattened, its ids."""
     xp = array_module(g)
-    parts = _parts(index)
-    touched = len(shape)
-    if not any(i is Ellipsis for i in parts):
-        touched = sum(i.ndim if is_array(i) and i.dtype == bool else i is not None for i in parts)
+    touched = sum(_sides(index, shape))
     lead, rest = shape[:touched], shape[touched:]
     ids = xp.arange(math.prod(lead)).reshape(lead)[index].reshape(-1)
     rows = g.reshape(len(ids), math.prod(rest))

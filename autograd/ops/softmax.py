@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import cuda
 from ..backend import array_module, kernel
 from ..buffers import empty
 from ..lanes import (
@@ -205,3 +206,85 @@ softmax_rows.cpu(_by_rows(softmax_rows_cpu))
 softmax_backward.cpu(_by_rows(softmax_backward_cpu))
 log_softmax_rows.cpu(_by_rows(log_softmax_rows_cpu))
 log_softmax_backward.cpu(_by_rows(log_softmax_backward_cpu))
+
+
+# --- GPU -----------------------------------------------------------------------------------
+
+# Half a warp has a row. What is left of a warp goes along with row 0 and writes nothing.
+_GPU = cuda.Source(r"""
+__device__ inline REAL row_shift(const REAL *x, i64 V) {
+    const REAL top = row_max(x, V);
+    return top == -infinity<REAL>() ? 0 : top;
+}
+extern "C" __global__ void softmax(const REAL *x, REAL *out, i64 N, i64 V) {
+    const bool mine = this_row() < N;
+    const REAL *row = x + (mine ? this_row() : 0) * V;
+    REAL *to = out + this_row() * V, total = 0;
+    const REAL shift = row_shift(row, V);
+    for (i64 c = this_lane(); c < V; c += 16) {
+        const REAL e = exp_(row[c] - shift);
+        if (mine) to[c] = e;
+        total = total + e;
+    }
+    total = tree_sum(total);
+    total = total == 0 ? 1 : total;
+    if (mine)
+        for (i64 c = this_lane(); c < V; c += 16) to[c] = to[c] / total;
+}
+extern "C" __global__ void softmax_backward(
+    const REAL *g, const REAL *y, REAL *out, i64 N, i64 V
+) {
+    const bool mine = this_row() < N;
+    const i64 at = (mine ? this_row() : 0) * V;
+    REAL total = 0;
+    for (i64 c = this_lane(); c < V; c += 16) {
+        const REAL p = y[at + c];
+        total = total + (p == 0 ? p : g[at + c] * p);
+    }
+    total = tree_sum(total);
+    if (mine)
+        for (i64 c = this_lane(); c < V; c += 16) {
+            const REAL p = y[at + c];
+            out[at + c] = (p == 0 ? p : g[at + c] * p) - p * total;
+        }
+}
+extern "C" __global__ void log_softmax(const REAL *x, REAL *out, i64 N, i64 V) {
+    const bool mine = this_row() < N;
+    const i64 at = (mine ? this_row() : 0) * V;
+    const REAL *row = x + at, low = -infinity<REAL>();
+    const REAL shift = row_shift(row, V);
+    REAL total = 0;
+    for (i64 c = this_lane(); c < V; c += 16) total = total + exp_(row[c] - shift);
+    total = log_(tree_sum(total));
+    if (mine)
+        for (i64 c = this_lane(); c < V; c += 16)
+            out[at + c] = row[c] == low ? low : row[c] - shift - total;
+}
+extern "C" __global__ void log_softmax_backward(
+    const REAL *g, const REAL *y, REAL *out, i64 N, i64 V
+) {
+    const bool mine = this_row() < N;
+    const i64 at = (mine ? this_row() : 0) * V;
+    const REAL total = row_sum(g + at, V);
+    if (mine)
+        for (i64 c = this_lane(); c < V; c += 16) {
+            const REAL p = y[at + c];
+            out[at + c] = p == -infinity<REAL>() ? 0 : g[at + c] - exp_(p) * total;
+        }
+}""")
+
+
+def _on_gpu(name):
+    def fast(*arrays):
+        x = arrays[0]
+        out = cuda.empty(x.shape, x.dtype)
+        _GPU(name, cuda.row_blocks(len(x)), cuda.THREADS, *arrays, out, *x.shape, real=x.dtype)
+        return out
+
+    return fast
+
+
+softmax_rows.gpu(_on_gpu("softmax"))
+softmax_backward.gpu(_on_gpu("softmax_backward"))
+log_softmax_rows.gpu(_on_gpu("log_softmax"))
+log_softmax_backward.gpu(_on_gpu("log_softmax_backward"))
