@@ -87,28 +87,33 @@ class Kernel:
         return body
 
     def __call__(self, *args: Any) -> Any:
-        first = next((a for a in args if is_array(a)), None)
-        module = array_module(first)
-        for a in args:
-            if is_array(a) and array_module(a) is not module:
-                raise ValueError(
-                    f"{self.__name__}: one array is on the CPU and one on the GPU; "
-                    "move both to one device"
-                )
+        module = np if cupy is None else self._module(args)
         body = self.fast.get(module)
         if body is None and module is not np and not _reference_only.get():
             raise RuntimeError(
                 f"{self.__name__} has no body for the GPU, and its reference has other bits"
             )
         if body is None or _reference_only.get() or (module is np and not launch.JIT):
-            run = functools.partial(self.reference, *args)
+            body = self.reference
         else:
-            run = functools.partial(body, *(self._layout(n, a) for n, a in enumerate(args)))
+            args = tuple([self._layout(n, a) if is_array(a) else a for n, a in enumerate(args)])
         kept = _kept.get()
-        return run() if kept is None or self.__name__ not in kept.names else kept.result(run)
+        if kept is None or self.__name__ not in kept.names:
+            return body(*args)
+        return kept.result(functools.partial(body, *args))
+
+    def _module(self, args: tuple) -> ModuleType:
+        """Where the first array is, and so must be all others."""
+        modules = [array_module(a) for a in args if is_array(a)] or [np]
+        if any(module is not modules[0] for module in modules):
+            raise ValueError(
+                f"{self.__name__}: one array is on the CPU and one on the GPU; "
+                "move both to one device"
+            )
+        return modules[0]
 
     def _layout(self, n: int, a: Any) -> Any:
-        if not is_array(a) or a.flags.c_contiguous:
+        if a.flags.c_contiguous:
             return a
         if n in self.by_stride and (a.shape[-1] == 1 or a.strides[-1] == a.itemsize):
             return a

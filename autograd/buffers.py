@@ -7,29 +7,17 @@ to a free list instead of to the operating system, and the next request of that 
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from .launch import address
+
 ALIGN = 64  # a cache line, and the widest vector register
 SMALL = 1 << 16  # below this malloc keeps its own free lists
-
-
-class _Owner(np.ndarray):
-    """What owns the memory. A class of its own, for NumPy looks for bases through plain arrays."""
-
-
-class _Memory(np.ndarray):
-    """A view of all of an owner, lent to an array as its `base`; when it dies, nobody reads."""
-
-    def __del__(self) -> None:
-        # May run at any point, in any thread: only single operations, each atomic.
-        size = self.size
-        _state.live -= size
-        _state.cached += size
-        _state.free.setdefault(size, []).append(self.base)
 
 
 class _State:
@@ -39,6 +27,22 @@ class _State:
 
 
 _state = _State()
+
+
+class _Owner(np.ndarray):
+    """What owns the memory. A class of its own, for NumPy looks for bases through plain arrays."""
+
+
+class _Memory(np.ndarray):
+    """A view of all of an owner, lent to an array as its `base`; when it dies, nobody reads."""
+
+    def __del__(self, state: _State = _state) -> None:
+        # May run at any point, in any thread, and when Python ends: only single operations, each
+        # atomic, on no global name.
+        size = self.size
+        state.live -= size
+        state.cached += size
+        state.free.setdefault(size, []).append(self.base)
 
 
 def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> Any:
@@ -60,6 +64,25 @@ def zeros(shape: int | tuple[int, ...], dtype: DTypeLike) -> Any:
     out = empty(shape, dtype)
     out.fill(0)
     return out
+
+
+class _Scratch(threading.local):
+    memory: Any = np.empty(0, np.uint8)
+    start = 0
+
+
+_scratch = _Scratch()
+
+
+def scratch(nbytes: int) -> int:
+    """The address of memory that a launch may use until it ends; the next one gets the same.
+
+    Each thread of Python has its own.
+    """
+    if nbytes + ALIGN > _scratch.memory.size:
+        _scratch.memory = np.empty(nbytes + ALIGN, np.uint8)
+        _scratch.start = -(-address(_scratch.memory) // ALIGN) * ALIGN
+    return _scratch.start
 
 
 def _take(size: int) -> Any:

@@ -126,6 +126,7 @@ isub = _operation(2, lambda b, x, y: b.sub(x, y))
 ishl = _operation(2, lambda b, x, y: b.shl(x, y))
 ishr = _operation(2, lambda b, x, y: b.ashr(x, y))
 iand = _operation(2, lambda b, x, y: b.and_(x, y))
+ior = _operation(2, lambda b, x, y: b.or_(x, y))
 is_zero = _operation(1, lambda b, x: b.icmp_signed("==", x, _zero(x.type)), types.boolean)
 
 
@@ -393,6 +394,16 @@ def widen(typingctx: Any, x: Any) -> Any:
         return args[0] if args[0].type == out else b.fpext(args[0], out)
 
     return Lanes(types.float64)(x), codegen
+
+
+@intrinsic
+def low_halves(typingctx: Any, x: Any) -> Any:
+    """The lower 16 bits of int32 lanes."""
+
+    def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.trunc(args[0], context.get_value_type(sig.return_type))
+
+    return Lanes(types.uint16)(x), codegen
 
 
 def _tree(emit: Any) -> Any:

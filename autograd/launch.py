@@ -87,9 +87,9 @@ class Body:
     def __call__(self, n: int, *args: Any) -> None:
         if n <= 0:
             return
-        key = tuple(_kind(a) for a in args)
-        entry, address, layout = self.compiled.get(key) or self._compile(key)
-        words = np.frombuffer(layout.pack(address, *_flat(args)), np.int64)
+        key = tuple([_kind(a) for a in args])
+        entry, start, layout = self.compiled.get(key) or self._compile(key)
+        words = np.frombuffer(layout.pack(start, *_flat(args)), np.int64)
         threads = min(_threads.count, n)
         if threads == 1 or _threads.forked:
             _run_serial(entry, words, n)
@@ -105,13 +105,12 @@ class Body:
             signature = (types.int64,) * (1 + self.takes_thread) + tuple(map(_numba_type, key))
             self.dispatcher.compile(signature)
             result = self.dispatcher.overloads[signature]
-            address = result.library.get_pointer_to_function(result.fndesc.llvm_func_name)
+            start = result.library.get_pointer_to_function(result.fndesc.llvm_func_name)
             letters = "".join(_letters(k) for k in key)
             entry = _entry(self.takes_thread, letters)
-            layout = struct.Struct(
-                "=q" + "".join({"q": "q", "d": "d", "f": "f4x"}[c] for c in letters)
-            )
-            self.compiled[key] = entry, address, layout
+            words = {"q": "q", "d": "d", "f": "f4x", "I": "I4x"}
+            layout = struct.Struct("=q" + "".join(words[c] for c in letters))
+            self.compiled[key] = entry, start, layout
             return self.compiled[key]
 
 
@@ -135,39 +134,60 @@ def _kind(a: Any) -> Any:
         return a.dtype.char, a.ndim
     if isinstance(a, strided):
         return a.array.dtype.char, a.array.ndim, "A"
+    if isinstance(a, tuple):  # of integers, named or not
+        return type(a), len(a)
     return type(a)
 
 
 def _numba_type(kind: Any) -> Any:
-    if isinstance(kind, tuple):
-        return types.Array(
-            from_dtype(np.dtype(kind[0])), kind[1], kind[2] if len(kind) > 2 else "C"
-        )
-    return {np.float32: types.float32, np.float64: types.float64, float: types.float64}.get(
-        kind, types.int64
+    if not isinstance(kind, tuple):
+        return _SCALARS.get(kind, (types.int64, "q"))[0]
+    of, size, *layout = kind
+    if isinstance(of, str):
+        return types.Array(from_dtype(np.dtype(of)), size, layout[0] if layout else "C")
+    return (
+        types.UniTuple(types.int64, size)
+        if of is tuple
+        else types.NamedUniTuple(types.int64, size, of)
     )
 
 
+_SCALARS: dict[Any, tuple[Any, str]] = {
+    float: (types.float64, "d"),
+    np.float64: (types.float64, "d"),
+    np.float32: (types.float32, "f"),
+    np.uint32: (types.uint32, "I"),
+}
+
+
 def _letters(kind: Any) -> str:
-    if isinstance(kind, tuple):
-        return "q" * (5 + 2 * kind[1])
-    return {np.float32: "f", np.float64: "d", float: "d"}.get(kind, "q")
+    if not isinstance(kind, tuple):
+        return _SCALARS.get(kind, (types.int64, "q"))[1]
+    of, size, *_ = kind
+    return "q" * (5 + 2 * size if isinstance(of, str) else size)
 
 
 def _flat(args: tuple) -> list:
     """Numba's own layout of an array: owner, parent, items, item size, data, shape, strides."""
     words: list[Any] = []
     for a in args:
+        if isinstance(a, tuple):
+            words += a
+            continue
         if isinstance(a, strided):
             a = a.array
         elif isinstance(a, np.ndarray) and not a.flags.c_contiguous:
             raise AssertionError("a body needs C-contiguous arrays, or strided(...)")
         if isinstance(a, np.ndarray):
-            data = a.__array_interface__["data"][0]
-            words += (0, 0, a.size, a.itemsize, data, *a.shape, *a.strides)
+            words += (0, 0, a.size, a.itemsize, address(a), *a.shape, *a.strides)
         else:
             words.append(a)
     return words
+
+
+def address(x: Any) -> int:
+    """Where an array's data begins; 0 for None. A microsecond, which small products notice."""
+    return 0 if x is None else x.__array_interface__["data"][0]
 
 
 @functools.cache
@@ -178,7 +198,7 @@ def _entry(takes_thread: bool, letters: str) -> int:
     result, a place for an exception (bodies raise none), then the arguments.
     """
     i64, ptr, i32 = ir.IntType(64), ir.IntType(8).as_pointer(), ir.IntType(32)
-    kinds = {"q": i64, "d": ir.DoubleType(), "f": ir.FloatType()}
+    kinds = {"q": i64, "d": ir.DoubleType(), "f": ir.FloatType(), "I": i32}
     module = ir.Module("entry")
     function = ir.Function(
         module, ir.FunctionType(ir.VoidType(), [i64.as_pointer(), i64, i64]), "entry"

@@ -51,8 +51,8 @@ class Program:
     def add(self, body: Body, n: int, *args: Any) -> int:
         """Append `body(n, *args)`."""
         key = tuple(_kind(a) for a in args)
-        entry, address, layout = body.compiled.get(key) or body._compile(key)
-        words = np.frombuffer(layout.pack(address, *_flat(args)), np.int64)
+        entry, code, layout = body.compiled.get(key) or body._compile(key)
+        words = np.frombuffer(layout.pack(code, *_flat(args)), np.int64)
         start = sum(map(len, self.parts))
         sizes = [len(_flat((a,))) for a in args]
         self.offsets.append([start + 1 + sum(sizes[:k]) for k in range(len(args))])

@@ -261,10 +261,38 @@ def pointer(typingctx, address):
     return types.voidptr(types.int64), codegen
 
 
+@functools.cache
+def ask_for(lines: int) -> Any:
+    """A function of an address that asks for so many lines of memory, into the second-level cache.
+
+    For what the hardware does not foresee: rows of a table, rows of a matrix a few pages apart.
+    """
+
+    @intrinsic
+    def ask(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
+            byte = ir.IntType(8).as_pointer()
+            kind = ir.FunctionType(ir.VoidType(), [byte, _i32, _i32, _i32])
+            fetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+            for line in range(lines):
+                at = b.inttoptr(b.add(args[0], _i64(line * LINE)), byte)
+                b.call(fetch, [at, _i32(0), _i32(2), _i32(1)])
+            return context.get_dummy_value()
+
+        return types.void(types.int64), codegen
+
+    return ask
+
+
+LINE = 64  # bytes
+
+
 @intrinsic
 def array_at(typingctx, address, kind):
-    """The memory from `address` on as a flat array, of an array's type or of a NumPy type."""
-    dtype = kind.instance_type if isinstance(kind, types.NumberClass) else kind.dtype
+    """The memory from `address` on as a flat array of what `kind` is, or is an array or type of."""
+    dtype: Any = kind.dtype if isinstance(kind, types.Array) else kind
+    if isinstance(kind, types.NumberClass):
+        dtype = kind.instance_type
     array_type = types.Array(dtype, 1, "C")
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:

@@ -17,6 +17,7 @@ GROUPS = (
     "rows",
     "adamw",
     "step",
+    "avx2",
     "growth",
     "cold",
     "memory",

@@ -32,6 +32,7 @@ SHAPE: dict[str, Any] = {
     "intermediate_size": 1536,
     "num_hidden_layers": 30,
     "num_attention_heads": 9,
+    "num_kv_heads": 3,
     "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5,
     "rope_theta": 100000.0,
@@ -99,7 +100,7 @@ def write_checkpoint(folder: str) -> None:
     """Random weights of the shape, stored in bfloat16 as the real model's are."""
     from afinar.transformer import Transformer, TransformerConfig, save_pretrained
 
-    config = TransformerConfig(**SHAPE, num_kv_heads=3)
+    config = TransformerConfig(**SHAPE)
     save_pretrained(Transformer(config, seed=0), folder, dtype="bfloat16")
 
 

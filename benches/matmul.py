@@ -62,30 +62,37 @@ def _mean(times: list[list[float]], n: int) -> float:
 
 def rows(threads: int) -> Iterator[Row]:
     """Geometric means over the shapes of a training step, and the worst one."""
+    layers = [(t, *layer) for t in TOKENS for layer in LAYERS]
+    skinny = [(t, 576, r) for t in TOKENS for r in RANKS]
+    skinny += [(t, r, 576) for t in TOKENS for r in RANKS]
+    yield from float32(threads)
+    yield from _means("float64", layers[::3], np.float64, threads, 0.9)
+    yield from _means("rank 4 to 64", skinny, np.float32, threads, 1.3)
+    for form in FORMS:
+        times = [_in_bfloat16(form, *shape) for shape in layers[len(LAYERS) :]]
+        name = f"bfloat16, {form}"
+        yield Row("matmul", name, threads, _mean(times, 0), _mean(times, 1), "our float32", 1.7)
+        if len(times[0]) == 3:
+            yield Row("matmul", name, threads, _mean(times, 0), _mean(times, 2), "torch", 1.0)
+
+
+def float32(threads: int) -> Iterator[Row]:
+    """The rows that matter most."""
+    shapes = [(t, *layer) for t in TOKENS for layer in LAYERS]
+    yield from _means("float32", shapes, np.float32, threads, 0.97)
+
+
+def _means(name: str, shapes: list, dtype: Any, threads: int, target: float) -> Iterator[Row]:
     pools = optional("threadpoolctl")
     note = "" if pools else "threads of BLAS as they are: install threadpoolctl"
-    if os.environ.get("OPENBLAS_CORETYPE"):
-        note += " OPENBLAS_CORETYPE is set: unset it"
-    with pools.threadpool_limits(threads) if pools else contextlib.nullcontext():
-        layers = [(t, *layer) for t in TOKENS for layer in LAYERS]
-        skinny = [(t, 576, r) for t in TOKENS for r in RANKS]
-        skinny += [(t, r, 576) for t in TOKENS for r in RANKS]
-        for name, shapes, dtype, target in (
-            ("float32", layers, np.float32, 0.97),
-            ("float64", layers[::3], np.float64, 0.9),
-            ("rank 4 to 64", skinny, np.float32, 1.3),
-        ):
-            for form in FORMS:
-                times = [_beside_blas(form, *shape, dtype) for shape in shapes]
-                worst = min(range(len(times)), key=lambda n: times[n][1] / times[n][0])
-                ratio = times[worst][1] / times[worst][0]
-                yield Row(
-                    "matmul", f"{name}, {form}", threads, _mean(times, 0), _mean(times, 1),
-                    "BLAS", target, f"worst {ratio:.2f} at {shapes[worst]} {note}",
-                )  # fmt: skip
-        for form in FORMS:
-            times = [_in_bfloat16(form, *shape) for shape in layers[len(LAYERS) :]]
-            name = f"bfloat16, {form}"
-            yield Row("matmul", name, threads, _mean(times, 0), _mean(times, 1), "our float32", 1.7)
-            if len(times[0]) == 3:
-                yield Row("matmul", name, threads, _mean(times, 0), _mean(times, 2), "torch", 1.0)
+    if "OPENBLAS_CORETYPE" in os.environ:
+        note += f" BLAS told to be {os.environ['OPENBLAS_CORETYPE']}"
+    for form in FORMS:
+        with pools.threadpool_limits(threads) if pools else contextlib.nullcontext():
+            times = [_beside_blas(form, *shape, dtype) for shape in shapes]
+        worst = min(range(len(times)), key=lambda n: times[n][1] / times[n][0])
+        ratio = times[worst][1] / times[worst][0]
+        yield Row(
+            "matmul", f"{name}, {form}", threads, _mean(times, 0), _mean(times, 1),
+            "BLAS", target, f"worst {ratio:.2f} at {shapes[worst]} {note}",
+        )  # fmt: skip

@@ -10,8 +10,9 @@ from .. import cuda
 from ..backend import array_module, is_array, kernel
 from ..buffers import empty
 from ..device import beside
-from ..launch import body
+from ..launch import body, device
 from ..tape import op
+from ..tile import LINE, ask_for
 from .gemm import widen
 
 
@@ -73,6 +74,7 @@ ROWS = 64  # per index of a body: long against a launch, short against a thread'
 @body
 def gather_cpu(i, weight, ids, out):  # owns ROWS rows of out
     for n in range(ROWS * i, min(ROWS * (i + 1), ids.size)):
+        _ask_for_row(weight, ids, n + AHEAD)
         row, to = weight[ids[n]], out[n]
         for c in range(out.shape[1]):
             to[c] = row[c]
@@ -81,9 +83,22 @@ def gather_cpu(i, weight, ids, out):  # owns ROWS rows of out
 @body
 def gather_widened_cpu(i, bits, ids, out):  # bfloat16 is the upper half of a float32
     for n in range(ROWS * i, min(ROWS * (i + 1), ids.size)):
+        _ask_for_row(bits, ids, n + AHEAD)
         row, to = bits[ids[n]], out[n]
         for c in range(out.shape[1]):
             to[c] = np.uint32(row[c]) << np.uint32(16)
+
+
+AHEAD = 4  # rows: the next ones are anywhere in the table
+_ask = ask_for(1)
+
+
+@device
+def _ask_for_row(weight, ids, n):
+    if n < ids.size:
+        row = weight.ctypes.data + ids[n] * weight.strides[0]
+        for at in range(0, weight.strides[0], LINE):
+            _ask(row + at)
 
 
 @embedding_rows.cpu

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 from numba.np.numpy_support import carray
@@ -25,7 +24,7 @@ from numba.np.numpy_support import carray
 from .. import tile
 from ..buffers import empty
 from ..lanes import fma, from_bits, iand, ishl, load, store
-from ..launch import body, device, get_num_threads
+from ..launch import address, body, device, get_num_threads
 
 FEW = 8  # rows of x: with more of them the packed product is faster
 _ENOUGH = 1 << 14  # elements of a matrix: below, cutting it into jobs takes longest
@@ -33,10 +32,10 @@ WIDE = 48  # rows of a weight per job: three vectors, whose chains hide each oth
 HUGE = 1 << 48
 _LANES = 16
 _DEEP = 32  # words of a row in the scratch
-_LINE = 64  # bytes
 # Bytes asked for ahead with each tile that is transposed, and with each word of the chains: half
 # of all at either time, since memory takes few requests at once.
 _PER_TILE, _PER_WORD = 512, WIDE * 2
+_ask_8, _ask_2 = tile.ask_for(8), tile.ask_for(2)
 _UPPER = np.int32(-65536)
 _i32, _i64, _float = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
@@ -82,11 +81,11 @@ def jobs(weight: Any, bias: Any, residual: Any, out: Any) -> Any:
     """The table of jobs that make up one product; tables may be joined to one launch."""
     first, count = _cut(weight.shape[0])
     table = np.empty((len(first), _JOB), np.int64)
-    table[:, 0] = _address(weight) + first * weight.strides[0]
+    table[:, 0] = address(weight) + first * weight.strides[0]
     table[:, 1], table[:, 2], table[:, 3] = weight.strides[0], weight.itemsize == 2, count
-    table[:, 4], table[:, 5] = _address(out) + 4 * first, out.shape[1]
-    table[:, 6] = 0 if bias is None else _address(bias) + 4 * first
-    table[:, 7] = 0 if residual is None else _address(residual) + 4 * first
+    table[:, 4], table[:, 5] = address(out) + 4 * first, out.shape[1]
+    table[:, 6] = 0 if bias is None else address(bias) + 4 * first
+    table[:, 7] = 0 if residual is None else address(residual) + 4 * first
     fetch_ahead([table])
     return table
 
@@ -107,10 +106,6 @@ def _cut(N: int) -> Any:
     return first, np.minimum(WIDE, N - first)
 
 
-def _address(x: Any) -> int:
-    return x.__array_interface__["data"][0]
-
-
 @body
 def job(i, thread, table, x, M, K, block, work, scratch):
     w, w_row, short, count = table[i, 0], table[i, 1], table[i, 2] == 1, table[i, 3]
@@ -127,7 +122,7 @@ def job(i, thread, table, x, M, K, block, work, scratch):
             k2 = min(whole, k1 + _DEEP * per_word)
             for p in range(panels):
                 for k in range(k1, k2, step):
-                    _ask_for_8(ahead)
+                    _ask_8(ahead)
                     ahead += _PER_TILE
                     at = (k - k1) // per_word * WIDE + p * _LANES
                     tile_at = w + p * _LANES * w_row + k * itemsize
@@ -156,7 +151,7 @@ def _go_on(x, start, stop, words, part, M, ahead):
         s0, s1, s2 = load(part, at), load(part, at + 16), load(part, at + 32)
         for k in range(stop - start):
             if m == 0:
-                _ask_for_2(ahead + k * _PER_WORD)
+                _ask_2(ahead + k * _PER_WORD)
             left, o = x[m, start + k], k * WIDE
             s0 = fma(left, from_bits(load(words, o)), s0)
             s1 = fma(left, from_bits(load(words, o + 16)), s1)
@@ -174,7 +169,7 @@ def _go_on_in_pairs(x, start, stop, words, part, M, ahead):
         s0, s1, s2 = load(part, at), load(part, at + 16), load(part, at + 32)
         for n in range((stop - start) // 2):
             if m == 0:
-                _ask_for_2(ahead + n * _PER_WORD)
+                _ask_2(ahead + n * _PER_WORD)
             even, odd, o = x[m, start + 2 * n], x[m, start + 2 * n + 1], n * WIDE
             w0, w1, w2 = load(words, o), load(words, o + 16), load(words, o + 32)
             s0 = fma(even, from_bits(ishl(w0, np.int32(16))), s0)
@@ -228,31 +223,6 @@ def _widened(typingctx: Any, bits: Any) -> Any:
         return b.bitcast(b.shl(b.zext(args[0], _i32), _i32(16)), _float)
 
     return types.float32(bits), codegen
-
-
-def _ask_for(lines: int) -> Any:
-    @intrinsic
-    def ask(typingctx: Any, address: Any) -> Any:
-        """Ask for so many lines of memory, into the second-level cache.
-
-        The rows of the weight are a few pages apart, a pattern that the hardware does not foresee.
-        """
-
-        def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
-            byte = ir.IntType(8).as_pointer()
-            kind = ir.FunctionType(ir.VoidType(), [byte, _i32, _i32, _i32])
-            fetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-            for line in range(lines):
-                at = b.inttoptr(b.add(args[0], _i64(line * _LINE)), byte)
-                b.call(fetch, [at, _i32(0), _i32(2), _i32(1)])
-            return context.get_dummy_value()
-
-        return types.void(types.int64), codegen
-
-    return ask
-
-
-_ask_for_8, _ask_for_2 = _ask_for(8), _ask_for(2)
 
 
 @intrinsic

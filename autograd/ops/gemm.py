@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..backend import array_module, kernel
-from ..buffers import empty
-from ..launch import body, device, get_num_threads
+from ..buffers import empty, scratch
+from ..launch import address, body, device, get_num_threads
 from ..precision import is_deterministic
 from ..tile import (
     ADDED,
@@ -106,14 +106,40 @@ A_ROW = KC + 16  # not a multiple of 4096 bytes, or all rows would want the same
 
 
 class Operand(NamedTuple):
-    """A matrix in memory: elements between rows, their kind, the length of k (for PAIRS)."""
+    """A matrix in memory: elements between rows, what they are, the length of k, and how many
+    of them make one that a tile multiplies.
+    """
 
     address: int
     row: int
     kind: int
     length: int
-    scales: int
-    table: int
+    unit: int = 1
+    scales: int = 0
+    table: int = 0
+
+
+class Plan(NamedTuple):
+    """What all jobs of a product know: its size, how it is cut, and addresses.
+
+    K and `block`, the length of a chain, count what a tile multiplies.
+    """
+
+    M: int
+    N: int
+    K: int
+    block: int
+    tall: int
+    wide: int
+    panel: int
+    transpose_a: int
+    transpose_b: int
+    bias: int
+    residual: int
+    out: int
+    work: int
+    work_bytes: int
+    offsets: int
 
 
 @gemm.cpu
@@ -130,19 +156,19 @@ def gemm_cpu(a, b, transpose_a, transpose_b, bias=None, residual: Any = None, ou
         out = empty((len(a), len(b)), dtype) if out is None else out
         few_rows.few_rows(a, b, bias, residual, out, KC)
         return out if lead is None else out.reshape(*lead, len(b))
-    if a.dtype.char != "H" or b.dtype.char != "H":
-        a_side, b_side = _side(a), _side(b)
-    elif PAIR_PRODUCTS and not is_deterministic():
-        a_side, b_side = _pairs(a, transpose_a), _pairs(b, not transpose_b)
-    else:
-        a_side, b_side = _side(a, SWAPPED), _side(b, SWAPPED)
     K, M = a.shape[-2:] if transpose_a else a.shape[:-3:-1]
     N = b.shape[-2] if transpose_b else b.shape[-1]
+    if a.dtype.char != "H" or b.dtype.char != "H":
+        a_side, b_side = _side(a, K), _side(b, K)
+    elif PAIR_PRODUCTS and not is_deterministic():
+        a_side, b_side = _pairs(a, K, transpose_a), _pairs(b, K, not transpose_b)
+    else:
+        a_side, b_side = _side(a, K, SWAPPED), _side(b, K, SWAPPED)
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if a.ndim + b.ndim > 4 else ()
     if out is not None and out is residual:  # which is needed until the sums are finished
         return np.add(residual, gemm_cpu(a, b, transpose_a, transpose_b, bias), out=out)
     out = empty((*batch, M, N), dtype) if out is None else out
-    offsets = _offsets(a, a_side, b, b_side, batch) if batch else (0, 0)
+    offsets = _offsets(a, a_side, b, b_side, batch) if batch else None
     _launch(a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bias, residual)
     return out if lead is None else out.reshape(*lead, N)
 
@@ -151,13 +177,13 @@ def gemm_cpu(a, b, transpose_a, transpose_b, bias=None, residual: Any = None, ou
 def gemm_codes_cpu(a, codes, scales, table, shape, transpose_b, bias=None):
     N, K = shape if transpose_b else shape[::-1]
     out = empty((len(a), N), np.float32)
-    side = (_address(codes), shape[1], CODES, 1, _address(scales), _address(table))
-    _launch(_side(a), side, False, transpose_b, (0, 0), len(a), N, K, out, bias, None)
+    side = Operand(address(codes), shape[1], CODES, K, 1, address(scales), address(table))
+    _launch(_side(a, K), side, False, transpose_b, None, len(a), N, K, out, bias, None)
     return out
 
 
 def _operand(x, dtype):
-    if x.ndim and min(x.strides) < 0:  # bodies count forwards only
+    if min(x.strides) < 0:  # bodies count forwards only
         x = np.ascontiguousarray(x)
     if x.dtype is dtype or x.dtype == dtype or (x.itemsize == 2 and dtype.itemsize == 4):
         return x
@@ -168,25 +194,20 @@ _FLOAT32 = np.dtype(np.float32)
 _KINDS = {"f": SAME, "d": SAME, "H": BFLOAT16, "h": FLOAT16}
 
 
-def _side(x, kind=None):
-    """What a job needs to know of an operand: its `Operand` but for the length, and its unit."""
+def _side(x, K, kind=None):
     kind = _KINDS[x.dtype.char] if kind is None else kind
-    return _address(x), x.strides[-2] // x.itemsize, kind, 1, 0, 0
+    return Operand(address(x), x.strides[-2] // x.itemsize, kind, K)
 
 
-def _pairs(x, across):
-    """The same for bfloat16 numbers that are multiplied in pairs.
+def _pairs(x, K, across):
+    """The operand for bfloat16 numbers that are multiplied in pairs.
 
     Where k runs along the rows, a row of an even length already is a row of pairs.
     """
-    address, row = _address(x), x.strides[-2] // 2
-    if across or x.shape[-1] % 2 or address % 4 or any(s % 4 for s in x.strides[:-1]):
-        return address, row, PAIRS, 1, 0, 0
-    return address, row // 2, SAME, 2, 0, 0
-
-
-def _address(x):
-    return 0 if x is None else x.__array_interface__["data"][0]
+    start, row = address(x), x.strides[-2] // 2
+    if across or x.shape[-1] % 2 or start % 4 or any(s % 4 for s in x.strides[:-1]):
+        return Operand(start, row, PAIRS, K)
+    return Operand(start, row // 2, SAME, K, 2)
 
 
 def _offsets(a, a_side, b, b_side, batch):
@@ -198,30 +219,33 @@ def _offsets(a, a_side, b, b_side, batch):
         for axis, size in enumerate(batch):
             step = 0
             if axis >= lead and x.shape[axis - lead] > 1:
-                step = x.strides[axis - lead] // x.itemsize // side[3]
+                step = x.strides[axis - lead] // x.itemsize // side.unit
             at = at[..., None] + np.arange(size) * step
         offsets[..., n] = at
-    return offsets.reshape(-1).tolist()
+    return offsets.reshape(-1, 2)
 
 
 def _launch(a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bias, residual):
     if not out.size:
         return
-    paired = 1
-    if a_side[2] == PAIRS or b_side[2] == PAIRS or a_side[3] == 2:
-        paired = 2
-    threads = get_num_threads()
-    batch = len(offsets) // 2
+    paired = PAIRS in (a_side.kind, b_side.kind) or a_side.unit == 2
+    unit = 2 if paired else 1
+    batch = 1 if offsets is None else len(offsets)
+    threads = get_num_threads() if out.size * K >= _ENOUGH else 1
     tall, wide, panel = _cut(batch, M, N, threads, out.itemsize)
     jobs = batch * -(-M // tall) * -(-N // wide)
-    size = TALL * A_ROW + wide * KC + VECTOR_WIDTH * A_ROW + tall * panel
-    work = empty((min(threads, jobs), size), np.uint32 if paired == 2 else out.dtype)
-    plan = (
-        M, N, -(-K // paired), KC // paired, tall, wide, panel, transpose_a, transpose_b,
-        _address(bias), _address(residual), K, *a_side, *b_side,
-        _address(work), work.strides[0], *offsets,
+    own = (TALL * A_ROW + wide * KC + VECTOR_WIDTH * A_ROW + tall * panel) * out.itemsize
+    plan = Plan(
+        M, N, -(-K // unit), KC // unit, tall, wide, panel, transpose_a, transpose_b,
+        address(bias), address(residual), address(out),
+        scratch(min(get_num_threads(), jobs) * own), own, address(offsets),
     )  # fmt: skip
-    _gemm_job(jobs, np.array(plan, np.int64), work, out.reshape(-1))
+    result = out.dtype.type(0)
+    _gemm_job(jobs, plan, a_side, b_side, _PAIR if paired else result, result)
+
+
+_ENOUGH = 1 << 19  # products: fewer take as long as it takes to wake a thread
+_PAIR = np.uint32(0)
 
 
 @functools.lru_cache(4096)
@@ -251,32 +275,31 @@ _ZERO, _ONE, _A_ROW = np.int64(0), np.int64(1), np.int64(A_ROW)
 
 
 @body
-def _gemm_job(i, thread, plan, work, out):
-    M, N, K, block, tall, wide, panel = (
-        plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plan[6]
-    )  # fmt: skip
-    ta, tb, bias, residual, length = plan[7], plan[8], plan[9], plan[10], plan[11]
-    a = Operand(plan[12], plan[13], plan[14], length, plan[16], plan[17])
-    b = Operand(plan[18], plan[19], plan[20], length, plan[22], plan[23])
-    vector = VECTOR_WIDTH * 4 // work.itemsize
-    memory = plan[24] + thread * plan[25]
-    pa = array_at(memory, work)
-    pb = array_at(memory + TALL * A_ROW * work.itemsize, work)
-    stage = array_at(memory + (TALL * A_ROW + wide * KC) * work.itemsize, work)
-    edge = array_at(memory + (TALL * A_ROW + wide * KC + VECTOR_WIDTH * A_ROW) * work.itemsize, out)
-    down, across = -(-M // tall), -(-N // wide)
+def _gemm_job(i, thread, plan, a, b, factor, result):
+    """`factor` and `result` are of the types that a tile multiplies, and that it sums up to."""
+    M, N, K, block, panel = plan.M, plan.N, plan.K, plan.block, plan.panel
+    ta, tb, out = plan.transpose_a, plan.transpose_b, array_at(plan.out, result)
+    x, y = array_at(a.address, factor), array_at(b.address, factor)
+    size, memory = x.itemsize, plan.work + thread * plan.work_bytes
+    vector = VECTOR_WIDTH * 4 // size
+    pa = array_at(memory, factor)
+    memory += TALL * A_ROW * size
+    pb = array_at(memory, factor)
+    memory += plan.wide * KC * size
+    stage = array_at(memory, factor)
+    edge = array_at(memory + VECTOR_WIDTH * A_ROW * size, result)
+    down, across = -(-M // plan.tall), -(-N // plan.wide)
     n, i = i // (down * across), i % (down * across)
-    m0, n0 = i // across * tall, i % across * wide
-    tall, wide = min(tall, M - m0), min(wide, N - n0)
-    a_at, b_at = plan[26 + 2 * n], plan[27 + 2 * n]
+    m0, n0 = i // across * plan.tall, i % across * plan.wide
+    tall, wide = min(plan.tall, M - m0), min(plan.wide, N - n0)
+    a_at = b_at = 0
+    if plan.offsets:
+        offsets = array_at(plan.offsets, np.int64)
+        a_at, b_at = offsets[2 * n], offsets[2 * n + 1]
     first = (n * M + m0) * N + n0
 
-    x, y = (
-        array_at(a.address, work),
-        array_at(b.address, work),
-    )
     # Rows a multiple of 4096 bytes apart would all want the same lines of the cache.
-    loose_a = a.kind == SAME and a.row * work.itemsize % 4096 != 0
+    loose_a = a.kind == SAME and a.row * size % 4096 != 0
     # For few rows packing b would cost more than it brings.
     full = wide // panel * panel
     loose = full if b.kind == SAME and not tb and tall <= 2 * ROWS else 0
@@ -322,8 +345,8 @@ def _gemm_job(i, thread, plan, work, out):
     for r in range(tall):
         for j in range(full, wide):
             out[first + r * N + j] = edge[r * panel + j - full]
-        if bias or residual:
-            _finish(out, first + r * N, wide, n0, bias, residual)
+        if plan.bias or plan.residual:
+            _finish(out, first + r * N, wide, n0, plan.bias, plan.residual)
 
 
 _tile, _tile_less, _tile_one = (tile(rows, VECTORS) for rows in (ROWS, ROWS // 3, 1))

@@ -18,7 +18,7 @@ from ..precision import compute_dtype
 from ..tape import op
 from .gemm import BLOCK, gemm, gemm_codes
 from .reduce import sum_axes
-from .rounding import in_precision
+from .rounding import in_precision, once
 
 
 @op
@@ -38,15 +38,17 @@ def matmul(a, b):
     (a, ta), (b, tb) = _base(a), _base(b)
     a, b = in_precision(a, mode), in_precision(b, mode)
 
+    arrived = once(lambda g: in_precision(g, mode))
+
     def db(g):
-        g = in_precision(g, mode)
+        g = arrived(g)
         if shared and not ta:
             rows = math.prod(a.shape[:-1])
             flat_a, flat_g = a.reshape(rows, a.shape[-1]), g.reshape(rows, g.shape[-1])
             return gemm(flat_a, flat_g, True, False)
         return gemm(a, g, not ta, False)
 
-    return gemm(a, b, ta, tb), (lambda g: gemm(in_precision(g, mode), b, False, not tb), db)
+    return gemm(a, b, ta, tb), (lambda g: gemm(arrived(g), b, False, not tb), db)
 
 
 def _base(x):
@@ -79,10 +81,7 @@ def linear(x, weight, bias=None, residual=None):
     rows = in_precision(x.reshape(flat[0], weight.shape[1]), mode)
     old = None if residual is None else residual.reshape(flat)
     out = gemm(rows, in_precision(weight, mode), False, True, bias, old)
-
-    def arrived(g):
-        return in_precision(g.reshape(flat), mode)
-
+    arrived = once(lambda g: in_precision(g.reshape(flat), mode))
     return out.reshape(out_shape), (
         # The weight lives anyway: rounding it again costs less than keeping it twice.
         lambda g: gemm(arrived(g), in_precision(weight, mode), False, False).reshape(x_shape),
