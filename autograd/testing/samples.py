@@ -202,7 +202,9 @@ def _rms_norm(draw, name):
 def _layer_norm(draw, name):
     shape = (*draw(shapes(max_dims=2, min_side=0)), draw(st.integers(2, 20)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    x = rng.standard_normal(shape)
+    x = rng.uniform(-1, 1, shape)
+    # No row of almost equal numbers: the mean's rounding alone would decide its direction.
+    x[..., 0] += 4
     rest = [draw(arrays(shape[-1:])) for _ in range(draw(st.integers(1, 2)))]
     return (x, *rest), {"eps": draw(st.sampled_from([1e-5, 1e-2]))}
 
