@@ -82,8 +82,8 @@ def verify(
     if missing := [n for n in wanted if n not in records]:
         report.problems.append(f"digests.json has no digests of step {missing[0]}")
         return report
-    compared = (r for r in folder.digests()["steps"] if report.start <= r["step"] <= report.stop)
-    settings.device = device_for(list(compared), device)
+    done = [r for r in folder.digests()["steps"] if report.start < r["step"] <= report.stop]
+    settings.device = device_for(done, device)
     if data is not None:
         settings.data = str(data)
     found = hash_files(find_files(settings.data or STDLIB))  # missing data is bad input
