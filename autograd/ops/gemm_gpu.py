@@ -126,9 +126,9 @@ def _batch(a, b, batch, most):
         else:
             axes.append((size, step_a, step_b))
     if len(axes) > most:
-        whole = backend.cupy.broadcast_to, backend.cupy.ascontiguousarray
-        a, b = (whole[1](whole[0](x, (*batch, *x.shape[-2:]))) for x in (a, b))
-        return _batch(a, b, batch, most)
+        cupy = backend.cupy
+        a, b = (cupy.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (a, b))
+        return _batch(cupy.ascontiguousarray(a), cupy.ascontiguousarray(b), batch, most)
     return a, b, axes or _ONE
 
 
