@@ -116,9 +116,10 @@ def _check_range(x, index) -> None:
         return
     axis = 0
     for i, n in zip(_parts(index), _sides(index, x.shape), strict=True):
-        if not (i is None or i is Ellipsis or is_array(i) or type(i) is slice):
-            operator.index(i)
-        if is_array(i) and i.dtype.kind in "iu" and i.size and axis < x.ndim:
+        if not is_array(i):
+            if not (i is None or i is Ellipsis or isinstance(i, slice)):
+                operator.index(i)
+        elif i.dtype.kind in "iu" and i.size and axis < x.ndim:
             low, high, size = int(i.min()), int(i.max()), x.shape[axis]
             if low < -size or high >= size:
                 wrong = low if low < -size else high
