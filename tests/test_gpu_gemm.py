@@ -88,8 +88,8 @@ def test_every_way_to_cut_a_product_gives_one_result(processors, dtype, monkeypa
 
 @pytest.mark.usefixtures("deterministic", "rectangle")
 def test_a_long_sum_is_spread_and_added_up_in_turns(monkeypatch):
-    monkeypatch.setattr(gemm_gpu, "PROCESSORS", 1)
     rng = np.random.default_rng(10)
+    monkeypatch.setattr(gemm_gpu, "PARTS", 5 * 60)  # the sums of 5 of 18 blocks of k
     a, b = rng.standard_normal((3, 9000), np.float32), rng.standard_normal((9000, 5), np.float32)
     bias, old = rng.standard_normal(5, np.float32), rng.standard_normal((3, 5), np.float32)
     cpu, (x, y, *ends) = gemm(a, b, False, False, bias, old), there(a, b, bias, old)
@@ -245,6 +245,18 @@ def test_products_of_more_elements_than_32_bits_count(ta, N):
     assert out.size > 1 << 32
     cpu = gemm(last, b, False, True, None, old)
     assert (out._host[-1, -8:] == cpu[0, -8:]).all()
+
+
+@emulated
+@pytest.mark.usefixtures("deterministic", "last_block", "without_pages")
+def test_a_batch_of_more_elements_than_32_bits_count():
+    rng = np.random.default_rng(11)
+    a = endless(((1 << 24) + 1, 16, 16), np.float32)
+    last, b = (rng.standard_normal((16, 16), np.float32) for _ in range(2))
+    a._host[-1] = last
+    out = gemm(a, cupy.asarray(b), True, False)
+    assert out.size > 1 << 32
+    assert (out._host[-1] == gemm(last, b, True, False)).all()
 
 
 @emulated

@@ -186,7 +186,7 @@ def test_integers_out_of_range_are_refused():
     ):
         with pytest.raises(IndexError, match=message):
             t[index]
-    with pytest.raises(IndexError, match=r"1\.5|float"):
+    with pytest.raises(IndexError, match="float"):
         t[1.5]
 
 

@@ -145,8 +145,8 @@ def verify(
     if (n := written.missing(report.start, report.stop, settings)) is not None:
         report.problems.append(f"digests.json has no digests of step {n}")
         return report
-    compared = [r for n, r in written.digests.items() if report.start <= n <= report.stop]
-    settings.device = device_for(compared, device)
+    done = [r for n, r in written.digests.items() if report.start < n <= report.stop]
+    settings.device = device_for(done, device)
     if data is not None:
         settings.data = str(data)
     replay = _build(settings, written.head, report)

@@ -36,6 +36,7 @@ SHAPES = {
 # Rectangles that a processor works on at once, as registers permit; an H200 has 132 processors.
 RESIDENT = {"large": 1, "small": 2, "few": 2, "narrow": 2}
 PROCESSORS = 132
+PARTS = 1 << 28  # bytes of sums of blocks of k that are stored at once
 _KINDS = {"f": SAME, "d": SAME, "H": BFLOAT16, "h": FLOAT16}
 
 
@@ -125,9 +126,9 @@ def _batch(a, b, batch, most):
         else:
             axes.append((size, step_a, step_b))
     if len(axes) > most:
-        whole = backend.cupy.broadcast_to, backend.cupy.ascontiguousarray
-        a, b = (whole[1](whole[0](x, (*batch, *x.shape[-2:]))) for x in (a, b))
-        return _batch(a, b, batch, most)
+        cupy = backend.cupy
+        a, b = (cupy.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (a, b))
+        return _batch(cupy.ascontiguousarray(a), cupy.ascontiguousarray(b), batch, most)
     return a, b, axes or _ONE
 
 
@@ -160,7 +161,7 @@ def _launch(a_side, b_side, scales, table, axes, M, N, K, bias, residual, out):
     if count == 1 or rectangles >= slots:
         run(rectangles, 0, count, False, bias, residual, out)
         return
-    most = min(count, -(-4 * slots // rectangles))  # blocks of k whose sums are stored at once
+    most = min(count, PARTS // out.nbytes)
     parts = cuda.empty((most, out.size), out.dtype)
     for first in range(0, count, most):
         number = min(most, count - first)

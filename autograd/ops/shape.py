@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import Any
 
 import numpy as np
 
@@ -95,7 +96,7 @@ def _array_index(x, index):
     return tuple(map(one, index)) if isinstance(index, tuple) else one(index)
 
 
-def _parts(index) -> tuple:
+def _parts(index) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
 
 
@@ -115,9 +116,10 @@ def _check_range(x, index) -> None:
         return
     axis = 0
     for i, n in zip(_parts(index), _sides(index, x.shape), strict=True):
-        if not (i is None or i is Ellipsis or isinstance(i, slice) or is_array(i)):
-            operator.index(i)
-        if is_array(i) and i.dtype.kind in "iu" and i.size and axis < x.ndim:
+        if not is_array(i):
+            if not (i is None or i is Ellipsis or isinstance(i, slice)):
+                operator.index(i)
+        elif i.dtype.kind in "iu" and i.size and axis < x.ndim:
             low, high, size = int(i.min()), int(i.max()), x.shape[axis]
             if low < -size or high >= size:
                 wrong = low if low < -size else high
