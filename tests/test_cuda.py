@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from afinar import lora, optim  # noqa: F401 - they have sources of their own
 from afinar.autograd import cuda
 
 HERE = Path(__file__).parent

@@ -36,6 +36,7 @@ from afinar.transformer import (
     save_apr,
     save_pretrained,
 )
+from beyond_memory import emulated
 
 pytestmark = pytest.mark.gpu
 if (why := why_no_gpu()) is not None:
@@ -335,6 +336,17 @@ def test_memory_that_does_not_suffice_says_what_to_reduce(monkeypatch):
         assert way in says
     monkeypatch.undo()
     assert weights_sha256(trainer.model) == before
+
+
+@emulated
+def test_a_model_that_does_not_fit_stays_on_the_cpu(monkeypatch):
+    memory, model = cupy.cuda.memory, llama()
+    before, freed = weights_sha256(model), memory.freed
+    monkeypatch.setattr(memory, "fail_at", model.lm_head.weight.data.nbytes)
+    with pytest.raises(MemoryError, match=r"to: [\d,]+ values: too much .* hold its weights in bf"):
+        model.to("gpu")
+    assert (weights_sha256(model), model.device) == (before, "cpu")
+    assert memory.freed == freed + 1
 
 
 def test_memory_that_ends_elsewhere(monkeypatch):

@@ -380,6 +380,13 @@ def test_a_deterministic_run_on_a_gpu_is_verified_on_a_cpu(command, tmp_path):
     for device in ("cpu", "gpu", "auto"):
         assert command("verify", "a", "--device", device)[0] == 0
     assert command("verify", "a", "--device", "cpu", "--from", "2")[0] == 0
+    for rest in (
+        ("eval", "--model", "a", "--data", "text.txt", "--seq-len", 8),
+        ("generate", "a", "--prompt", "9 sq", "--max-new-tokens", 5, "--temperature", 0),
+    ):
+        there, here = command(*rest, "--device", "gpu"), command(*rest, "--device", "cpu")
+        assert there == here
+        assert there[0] == 0
     environment = json.loads((tmp_path / "a/environment.json").read_text())
     (session,) = environment["sessions"]
     assert (session["device"], session["deterministic"]) == ("gpu", True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..autograd import Tensor
 from ..autograd.backend import array_module, is_array
-from ..autograd.device import resolve_device, to_device, to_host
+from ..autograd.device import resolve_device, to_device, to_host, with_memory
 
 
 class Module:
@@ -123,15 +123,27 @@ class Module:
         """Move all parameters, and their gradients, to the "cpu" or the "gpu"; returns the module.
 
         "auto" is the GPU if one can be used. ValueError if "gpu" cannot be; it says what is needed.
+        MemoryError if the module does not fit there; it is on the CPU then.
         """
         device = resolve_device(device)
+        try:
+            with_memory(
+                lambda: self._move(device),
+                f"to: {self.num_parameters:,} values",
+                "take a smaller model, or hold its weights in bfloat16",
+            )
+        except MemoryError:
+            self._move("cpu")
+            raise
+        return self
+
+    def _move(self, device: str) -> None:
         for p in self.parameters():
             p.data = to_device(p.data, device)
             p.grad = None if p.grad is None else to_device(p.grad, device)
         for _, module in self.named_modules():
             for name in module.held:
                 setattr(module, name, to_device(getattr(module, name), device))
-        return self
 
     # --- state ---
 
