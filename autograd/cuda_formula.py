@@ -2,7 +2,7 @@
 
     >>> def cube(x):
     ...     return x * x * x
-    >>> print(write("cube", cube, "float"))
+    >>> print(write("cube", cube, "float"), end="")
     __device__ inline float cube(float a0) {
         const auto t0 = a0 * a0;
         const auto t1 = t0 * a0;

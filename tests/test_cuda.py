@@ -32,11 +32,14 @@ def test_every_source_compiles(real, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
-def test_the_sources_give_the_bits_of_the_cpu():
+@pytest.mark.parametrize(
+    "chosen", ["gpu and not slow", pytest.param("gpu and slow", marks=pytest.mark.slow)]
+)
+def test_the_sources_give_the_bits_of_the_cpu(chosen):
     """The tests that a GPU would run, on a stand-in for it."""
     path = os.pathsep.join([str(HERE / "cuda_on_cpu"), str(HERE)])
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu and not slow", "-p",
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", chosen, "-p",
          "no:cacheprovider", *map(str, sorted(HERE.glob("test_gpu*.py")))],
         env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, cwd=HERE.parent,
     )  # fmt: skip

@@ -16,9 +16,11 @@ from afinar.lora.linear import add_columns
 from afinar.optim import SGD, AdamW, clip_grad_norm, grad_norm, weights_sha256
 from afinar.optim.adamw import adamw_update
 from afinar.train import (
+    EarlyStopping,
     LMBatch,
     TransformerTrainConfig,
     TransformerTrainer,
+    fit,
     load_snapshot,
     save_snapshot,
 )
@@ -323,6 +325,18 @@ def test_a_snapshot_moves_to_the_other_device(name, way, tmp_path):
     load_snapshot(tmp_path, second)
     assert second.model.device == way[1]
     assert train(second, 2, 4, draw)[2:] == straight[4:]
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_early_stopping_restores_the_best_weights_where_they_were(device):
+    shape = TransformerConfig.tiny()
+    it = trainer_of(shape, device, lr=0.5, max_grad_norm=None, warmup_steps=0)
+    stopping = EarlyStopping(patience=2, restore_best=True)
+    batches = [batch(0), batch(1)]
+    result = fit(it, batches, epochs=20, valid=batches, callbacks=[stopping])
+    assert result.stopped
+    assert {isinstance(a, np.ndarray) for a in stopping.state().values() if np.ndim(a)} == {True}
+    assert evaluate_batches(it.model, batches)["loss"] == pytest.approx(min(result.val_losses))
 
 
 def test_an_evaluation_has_the_bits_of_the_cpu():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..autograd.device import beside, to_host
 from .checks import number, whole
 from .lock import Lock
 
@@ -212,7 +213,7 @@ class EarlyStopping(Callback):
             self.best, self.counter = loss, 0
             if self.restore_best:
                 trained = context.trainer.trained_parameters()
-                self._weights = {name: p.data.copy() for name, p in trained.items()}
+                self._weights = {name: to_host(p.data).copy() for name, p in trained.items()}
         else:
             self.counter += 1
         return self._answer()
@@ -220,7 +221,7 @@ class EarlyStopping(Callback):
     def on_train_end(self, context: CallbackContext) -> None:
         trained = context.trainer.trained_parameters()
         for name, a in self._weights.items():
-            trained[name].data = a.copy()
+            trained[name].data = beside(a.copy(), trained[name].data)
 
 
 class SnapshotCallback(Callback):
