@@ -597,6 +597,12 @@ def test_builders_change_one_thing():
         {"quantize_nf4": True},
         {"distributed": "ddp"},
         {"max_grad_norm": -1.0},
+        {"max_grad_norm": 0.0},
+        {"lora_target_modules": ["q_proj"]},
+        {"lora_target_modules": [], "lora_rank": 2},
+        {"lora_target_modules": "", "lora_rank": 2},
+        {"lora_target_modules": [1], "lora_rank": 2},
+        {"double_quantize": True, "quantize_nf4": True, "lora_rank": 2},
         {"warmup_steps": 1.5},
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from ..autograd import PrecisionConfig, set_deterministic
 from ..optim.schedules import LinearWarmup, WarmupCosineDecay
+from ..transformer.values import are_strings
 from .checkpointing import CheckpointConfig
 from .checks import Checked
 
@@ -27,7 +28,8 @@ class TransformerTrainConfig(Checked):
 
     `lora_rank` turns LoRA on: adapters on `lora_target_modules` (default q_proj, v_proj), scaled
     by `lora_alpha` (default 2 rank) / rank; their B matrices learn `lora_plus_ratio` times as
-    fast; `lora_train_norms` trains the norms too.
+    fast; `lora_train_norms` trains the norms too. `quantize_nf4` holds the frozen matrices in NF4,
+    `double_quantize` in linear 4-bit codes whose scales are in 8 bits: one of them at most.
 
     Training gives up after `max_overflows` windows in a row whose gradient was not finite.
     `save_interval`, `checkpoint_dir` and `log_interval` set up the snapshot and progress callbacks
@@ -86,7 +88,7 @@ class TransformerTrainConfig(Checked):
         self._number("of at least 0", lambda x: 0 <= x < math.inf, "weight_decay")
         self._number("between 0 and 1", lambda x: 0 <= x <= 1, "min_lr_ratio")
         if self.max_grad_norm is not None:
-            self._number("of at least 0 (or None)", lambda x: x >= 0, "max_grad_norm")
+            self._number("above 0 (or None)", lambda x: x > 0, "max_grad_norm")
         if self.lora_alpha is not None:
             self._number("above 0", lambda x: 0 < x < math.inf, "lora_alpha")
         self._flag("deterministic", "lora_train_norms", "double_quantize", "quantize_nf4")
@@ -105,7 +107,16 @@ class TransformerTrainConfig(Checked):
             for name in ("lora_train_norms", "quantize_nf4", "double_quantize"):
                 self._check(name, not getattr(self, name), "False without lora_rank")
             self._check("lora_plus_ratio", self.lora_plus_ratio == 1, "1 without lora_rank")
+        elif self.lora_target_modules is not None:
+            self._check_targets(self.lora_target_modules)
+        both = self.double_quantize and self.quantize_nf4
+        self._check("double_quantize", not both, "False with quantize_nf4: it is for linear codes")
         self._check("distributed", self.distributed is None, "None: there is one process")
+
+    def _check_targets(self, targets: Any) -> None:
+        names = isinstance(targets, str) or are_strings(targets)
+        need = "a string or a list of strings, at least one (or None, for the default)"
+        self._check("lora_target_modules", names and len(targets) > 0, need)
 
     # --- questions ---
 
@@ -244,9 +255,9 @@ class TransformerTrainConfig(Checked):
         return self.replace(lora_plus_ratio=ratio)
 
     def with_double_quantize(self, flag: bool) -> TransformerTrainConfig:
-        """Hold the scales of 4-bit weights in 8 bits."""
+        """Hold frozen weights in linear 4-bit codes, and the scales of these in 8 bits."""
         return self.replace(double_quantize=flag)
 
     def with_quantize_nf4(self, flag: bool) -> TransformerTrainConfig:
-        """Hold frozen weights in 4 bits."""
+        """Hold frozen weights in the codes of NF4."""
         return self.replace(quantize_nf4=flag)

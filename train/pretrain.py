@@ -60,7 +60,7 @@ class PretrainConfig(Checked):
         self._number("of at least 0", lambda x: 0 <= x < math.inf, "weight_decay")
         self._number("above 0", lambda x: x > 0, "target_val_loss", "max_first_loss", "divergence")
         if self.grad_clip is not None:
-            self._number("of at least 0 (or None)", lambda x: x >= 0, "grad_clip")
+            self._number("above 0 (or None)", lambda x: x > 0, "grad_clip")
 
     @property
     def num_epochs(self) -> int:

@@ -525,14 +525,12 @@ def _lora_config(config: TransformerTrainConfig) -> LoRAConfig:
     assert rank is not None
     quantize = "nf4" if config.quantize_nf4 else None
     if config.double_quantize:
-        if config.quantize_nf4:
-            raise ValueError("double_quantize is for linear 4-bit weights, not for quantize_nf4")
         quantize = "int4-double"
-    targets = config.lora_target_modules or ("q_proj", "v_proj")
+    targets = config.lora_target_modules
     return LoRAConfig(
         r=rank,
         alpha=2 * rank if config.lora_alpha is None else config.lora_alpha,
-        targets=targets,
+        targets=("q_proj", "v_proj") if targets is None else targets,
         modules_to_save=("norms",) if config.lora_train_norms else None,
         quantize=quantize,
     )
