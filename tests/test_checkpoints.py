@@ -582,7 +582,6 @@ def test_what_absent_keys_mean():
 def test_models_that_transformers_has_no_name_for(tmp_path):
     for change, name in (
         ({"o_bias": True}, "o_bias"),
-        ({"rope_theta": 0.0}, "rope_theta"),
         ({"hf_model_type": "llama", "qk_norm": True}, "qk_norm"),
         ({"qk_norm": True, "qk_norm_eps": 1e-5}, "qk_norm_eps"),
     ):

@@ -1,5 +1,7 @@
 """The fused-qkv decoder: its sizes, its maths and its errors."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -45,6 +47,14 @@ def test_the_default_config_is_the_small_preset():
         ({"vocab": -1}, "vocab must be positive"),
         ({"d_ff": 0}, "d_ff must be positive"),
         ({"dropout": 1.0}, "dropout must be in"),
+        ({"dropout": float("nan")}, "dropout must be in"),
+        ({"eps": float("nan")}, "eps must be between"),
+        ({"eps": 0}, "eps must be between"),
+        ({"n_layer": True}, "n_layer must be positive"),
+        ({"d_model": 512.0}, "d_model must be positive"),
+        ({"tie": "no"}, "tie must be True or False"),
+        ({"pos": ["rope"]}, "pos is"),
+        ({"activation": ["gelu"]}, "activation is"),
         ({"pos": "alibi"}, "pos is"),
         ({"activation": "relu"}, "activation is"),
     ],
@@ -52,6 +62,17 @@ def test_the_default_config_is_the_small_preset():
 def test_a_wrong_config_is_refused_by_field(wrong, message):
     with pytest.raises(ValueError, match=message):
         DecoderConfig(**wrong)
+
+
+def test_numbers_of_numpy_become_numbers_of_python():
+    given = DecoderConfig(n_layer=np.int64(2), d_model=np.int32(16), n_head=2, eps=np.float64(0.5))
+    assert json.loads(json.dumps(given.to_dict())) == {
+        **DecoderConfig().to_dict(),
+        "n_layer": 2,
+        "d_model": 16,
+        "n_head": 2,
+        "eps": 0.5,
+    }
 
 
 def test_an_unknown_preset_is_refused():

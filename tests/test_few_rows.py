@@ -154,7 +154,6 @@ def test_what_is_not_plain_is_left_to_the_model():
     assert can_decode(model, 1)
     assert not can_decode(model, few_rows.FEW + 1)
     assert not can_decode(Transformer(TransformerConfig(**(CONFIG | {"head_dim": 20}))), 1)
-    assert not can_decode(Transformer(TransformerConfig(**CONFIG, rope_theta=0.0)), 1)
 
     class Wrapped(type(model.lm_head)):
         pass

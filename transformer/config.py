@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .values import is_number
+from .values import are_strings, is_number, plain
 
 # What the fields of an APR file cannot say; they get keys of their own there.
 APR_EXTRA = (
@@ -21,6 +21,7 @@ APR_EXTRA = (
     "layer_types",
     "tie_word_embeddings",
 )
+_ARCHITECTURES = ("decoder", "encoder")
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -33,7 +34,7 @@ class TransformerConfig:
     `mlp_bias` about the other projections. A key is seen by a query iff it lies less than
     `sliding_window` positions before it; with `layer_types`, only in the layers called
     "sliding_attention". `rope_scaling` is a dict with `rope_type` "linear" or "llama3" and the
-    fields that Hugging Face gives these; no rotary positions if `rope_theta` is 0.
+    fields that Hugging Face gives these. Only an encoder has no rotary positions, `rope_theta` 0.
 
     ValueError names the field that is wrong, its value and what is needed.
     """
@@ -83,9 +84,11 @@ class TransformerConfig:
             eps = getattr(self, name)
             if not (is_number(eps) and 0 < eps < 1):
                 _refuse(name, eps, "a number between 0 and 1")
-        if not (is_number(self.rope_theta) and self.rope_theta >= 0):
-            need = "a positive number, or 0 for no rotary positions"
-            _refuse("rope_theta", self.rope_theta, need)
+        if not isinstance(self.architecture, str) or self.architecture not in _ARCHITECTURES:
+            _refuse("architecture", self.architecture, '"decoder" or "encoder"')
+        none = self.architecture == "encoder" and self.rope_theta == 0
+        if not none and not (is_number(self.rope_theta) and self.rope_theta > 0):
+            _refuse("rope_theta", self.rope_theta, "a positive number")
         if self.rope_theta and self.head_size % 2:
             _refuse("head_dim", self.head_dim, "an even number, for rotary positions")
         for name in ("attention_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings"):
@@ -93,13 +96,18 @@ class TransformerConfig:
                 _refuse(name, repr(getattr(self, name)), "true or false")
         if self.sliding_window is not None:
             _positive("sliding_window", self.sliding_window)
-        if self.architecture not in ("decoder", "encoder"):
-            _refuse("architecture", self.architecture, '"decoder" or "encoder"')
+        for name in ("hf_architecture", "hf_model_type"):
+            if not isinstance(getattr(self, name), str | None):
+                _refuse(name, repr(getattr(self, name)), "a string")
         if self.layer_types is not None:
+            if not are_strings(self.layer_types):
+                _refuse("layer_types", repr(self.layer_types), "a list of strings")
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
             self._check_layer_types()
         if self.rope_scaling is not None:
             object.__setattr__(self, "rope_scaling", check_rope_scaling(self.rope_scaling))
+        for name in ("rms_norm_eps", "qk_norm_eps", "rope_theta"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
 
     def _check_layer_types(self) -> None:
         types = self.layer_types or ()
@@ -179,6 +187,8 @@ class TransformerConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TransformerConfig:
         """From field names and values, as `to_dict` gives them; unknown names are refused."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"TransformerConfig: a dict is needed, given a {type(values).__name__}")
         known = [f.name for f in fields(cls)] + ["num_key_value_heads"]
         unknown = [name for name in values if name not in known]
         if unknown:
@@ -194,7 +204,7 @@ class TransformerConfig:
     @classmethod
     def from_size_str(cls, size: str) -> TransformerConfig:
         """The preset that a size such as "0.5B" stands for."""
-        preset = _SIZES.get(size.lower())
+        preset = _SIZES.get(str(size).lower())
         if preset is None:
             raise ValueError(
                 f"Unknown model size '{size}'. Known sizes: codebert, 0.5B, 4B, 7B, 9B"
@@ -386,7 +396,7 @@ def check_rope_scaling(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
             _refuse("rope_scaling", f"{kind} with {name} {value!r}", "a positive number there")
     if kind == "llama3" and not given["high_freq_factor"] > given["low_freq_factor"]:
         _refuse("rope_scaling", dict(scaling), "high_freq_factor above low_freq_factor")
-    return None if kind == "default" else {"rope_type": kind, **{k: given[k] for k in need}}
+    return None if kind == "default" else {"rope_type": kind, **{k: plain(given[k]) for k in need}}
 
 
 def _positive(name: str, value: Any) -> None:

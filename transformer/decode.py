@@ -35,7 +35,7 @@ def can_decode(model: Any, B: int) -> bool:
     """Whether `DecodeStep` can stand in for the model: few sequences, plain float32 layers."""
     if not JIT or type(model) is not Transformer or B > few_rows.FEW or compute_dtype() != "fp32":
         return False
-    if model.config.head_size % PAD or not model.config.rope_theta:
+    if model.config.head_size % PAD:
         return False
     for _, module in model.named_modules():
         if isinstance(module, Linear) and type(module) is not Linear:

@@ -22,7 +22,7 @@ from .inputs import check_ids, check_positions
 from .layers import Embedding, LayerNorm, Linear
 from .model import LanguageModel
 from .module import Module
-from .values import is_number, is_whole
+from .values import is_flag, is_number, is_whole, plain
 
 PAD = 0  # the target that is never counted
 ROPE_THETA = 10000.0
@@ -62,16 +62,21 @@ class DecoderConfig:
             )
         if not (is_number(self.dropout) and 0 <= self.dropout < 1):
             raise ValueError(f"DecoderConfig: dropout must be in [0, 1), not {self.dropout!r}")
-        if self.pos not in ("learned", "rope"):
+        if not is_flag(self.tie):
+            raise ValueError(f"DecoderConfig: tie must be True or False, not {self.tie!r}")
+        if not isinstance(self.pos, str) or self.pos not in ("learned", "rope"):
             raise ValueError(f'DecoderConfig: pos is "learned" or "rope", not {self.pos!r}')
         if self.pos == "rope" and self.head_dim % 2:
             raise ValueError(
                 f"DecoderConfig: rope needs an even head dimension, not {self.head_dim}"
             )
-        if self.activation not in ("gelu", "gelu_tanh"):
+        kinds = ("gelu", "gelu_tanh")
+        if not isinstance(self.activation, str) or self.activation not in kinds:
             raise ValueError(
                 f'DecoderConfig: activation is "gelu" or "gelu_tanh", not {self.activation!r}'
             )
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain(value))
 
     @property
     def head_dim(self) -> int:

@@ -287,7 +287,6 @@ def _check_expressible(config: TransformerConfig, kind: str) -> None:
         "qk_norm_eps": config.qk_norm and config.qk_norm_eps != config.rms_norm_eps,
         "sliding_window": window and kind == "llama",
         "layer_types": config.layer_types is not None and window and kind == "mistral",
-        "rope_theta": not config.rope_theta,
         "head_dim": kind == "qwen2"
         and config.head_dim != config.hidden_size // config.num_attention_heads,
     }

@@ -47,8 +47,7 @@ class Attention(Module):
         v = self.v_proj(x).reshape(B, T, G, D)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if turn is not None:
-            q, k = rope(q, *turn), rope(k, *turn)
+        q, k = rope(q, *turn), rope(k, *turn)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         y = attention(q, k, v, segments=segments, window=self.window)
@@ -131,9 +130,7 @@ class Transformer(LanguageModel):
             ids.shape, positions, segments, start, self.config.max_position_embeddings
         )
         x = self.model.embed_tokens(ids)
-        turn = None
-        if self.config.rope_theta:
-            turn = tuple(beside(table, x.data) for table in self.turns.at(positions))
+        turn = tuple(beside(table, x.data) for table in self.turns.at(positions))
         x = self._through(self.model.layers, x, turn, segments, cache)
         if cache is not None:
             cache.length += ids.shape[1]

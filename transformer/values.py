@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
+import numpy as np
+
 # Names of fields, what their values must fulfil, and that in words.
 Rule = tuple[Iterable[str], Callable[[Any], bool], str]
 
@@ -21,6 +23,11 @@ def is_number(value: Any) -> TypeGuard[float]:
 def is_whole(value: Any) -> TypeGuard[int]:
     """Whether a value is an integer."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def plain(value: Any) -> Any:
+    """A number of NumPy as one of Python, which JSON can hold; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def is_flag(value: Any) -> bool:
