@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import struct
 import zlib
 from fractions import Fraction
@@ -283,8 +284,46 @@ def test_metadata_that_describes_no_model(tmp_path, metadata, message):
 
 
 def test_sizes_of_the_wrong_type_are_named(tmp_path):
-    model = Transformer(TransformerConfig.tiny())
+    save_apr(Transformer(TransformerConfig.tiny()), tmp_path / "m.apr")
+    metadata, entries = read_apr(tmp_path / "m.apr")
     for field, value in (("hidden_size", "wide"), ("rope_theta", "x"), ("num_kv_heads", [2])):
-        save_apr(model, tmp_path / "m.apr", metadata={field: value})
+        write_apr(tmp_path / "m.apr", entries, metadata | {field: value})
         with pytest.raises(ValueError, match=f"m.apr: its metadata describes no model.*{field} is"):
+            load_apr(tmp_path / "m.apr")
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    model, path = Transformer(TransformerConfig.tiny(), seed=1), tmp_path / "m.apr"
+    state = model.state_dict()
+    name = "model.layers.1.mlp.up_proj.weight"
+    broken = state[name].copy()
+    broken[2, 3] = np.inf
+    for options, message in (
+        ({"metadata": {"hidden_size": 5}}, "hidden_size is 5, the model's is 64"),
+        ({"metadata": {"num_kv_heads": "2"}}, "num_kv_heads is '2', the model's is 2"),
+        ({"metadata": {"qk_norm": True}}, "qk_norm is True, the model's is False"),
+        ({"metadata": {"architecture": "roberta"}}, "architecture is 'roberta'"),
+        ({"metadata": {"x": float("nan")}}, "JSON"),
+        ({"metadata": {"x": {1, 2}}}, "JSON"),
+        ({"metadata": {1: 2, "x": 3}}, "JSON"),
+        ({"state": state | {name: broken}}, f"'{name}' at index {2 * broken.shape[1] + 3}"),
+        ({"state": state | {name: state[name].astype(int)}}, name),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            save_apr(model, path, **options)
+    for options in ({"metadata": [1]}, {"state": list(state.values())}):
+        with pytest.raises(TypeError, match=r"save_apr: .* a list"):
+            save_apr(model, path, **options)
+    assert not list(tmp_path.iterdir())
+    save_apr(model, path, metadata={"hidden_size": 64, "author": "me"})
+    assert read_apr(path)[0]["author"] == "me"
+    assert load_apr(path).config.hidden_size == 64
+
+
+def test_a_model_that_no_memory_holds_is_one_sentence(tmp_path):
+    save_apr(Transformer(TransformerConfig.tiny()), tmp_path / "m.apr")
+    metadata, entries = read_apr(tmp_path / "m.apr")
+    for size in (10**13, 10**18):
+        write_apr(tmp_path / "m.apr", entries, metadata | {"intermediate_size": size})
+        with pytest.raises(ValueError, match=rf"m.apr: .*gate_proj.weight is .*\({size}, 64\)"):
             load_apr(tmp_path / "m.apr")

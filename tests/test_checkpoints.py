@@ -21,6 +21,7 @@ from afinar.transformer import (
     Transformer,
     TransformerConfig,
     load_pretrained,
+    save_apr,
     save_pretrained,
 )
 from afinar.transformer.files import atomic_file
@@ -590,6 +591,76 @@ def test_models_that_transformers_has_no_name_for(tmp_path):
     with pytest.raises(ValueError, match="learned positions"):
         save_pretrained(Decoder(dataclasses.replace(GPT2, pos="rope")), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    for model in (Transformer(SMALL), Decoder(GPT2)):
+        state = model.state_dict()
+        name = next(iter(state))
+        # 3.4e38 is finite, but above all that bfloat16 holds.
+        for value, dtype in ((np.nan, None), (-np.inf, None), (3.4e38, "bfloat16")):
+            broken = state[name].copy()
+            broken.reshape(-1)[7] = value
+            with pytest.raises(ValueError, match=r"save_pretrained: NaN/Inf .* at index 7, "):
+                save_pretrained(model, tmp_path / "new", state=state | {name: broken}, dtype=dtype)
+        wide = state[name].astype(np.float64) + 1e300
+        with pytest.raises(ValueError, match="at index 0"):
+            save_pretrained(model, tmp_path / "new", state=state | {name: wide})
+        with pytest.raises(ValueError, match="float32, float16 or bfloat16 is needed, given int"):
+            save_pretrained(model, tmp_path / "new", state=state | {name: np.ones_like(wide, int)})
+        with pytest.raises(TypeError, match="a dict of arrays is needed, given a list"):
+            save_pretrained(model, tmp_path / "new", state=list(state.values()))
+    with pytest.raises(TypeError, match="a Transformer or a Decoder is needed, given a str"):
+        save_pretrained("x", tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(TypeError, match="load_state_dict: a dict of arrays is needed"):
+        Transformer(SMALL).load_state_dict([])
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file/sub/new"):
+        with pytest.raises(ValueError, match=f"save_pretrained: {tmp_path}/file is a file; a fold"):
+            save_pretrained(Transformer(SMALL), folder)
+    with pytest.raises(ValueError, match="is a folder; the name of a file is needed"):
+        save_apr(Transformer(SMALL), tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"there is no folder {tmp_path}/none"):
+        save_apr(Transformer(SMALL), tmp_path / "none/m.apr")
+    assert (tmp_path / "file").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_sizes_that_no_memory_holds_are_one_sentence(tmp_path):
+    for model, field in (
+        (Transformer(SMALL), "intermediate_size"),
+        (Transformer(SMALL), "hidden_size"),
+        (Transformer(SMALL), "vocab_size"),
+        (Decoder(GPT2), "n_inner"),
+        (Decoder(GPT2), "n_embd"),
+        (Decoder(GPT2), "n_positions"),
+        (Decoder(GPT2), "n_layer"),
+    ):
+        for size in (10**13 * 16, 10**18 * 16):
+            save_pretrained(model, tmp_path)
+            change_config(tmp_path, **{field: size})
+            with pytest.raises(ValueError, match=f"{tmp_path}: .*{size}|shapes do not match"):
+                load_pretrained(tmp_path)
+    for size in (10**13, 10**18, 10**30):
+        with pytest.raises(MemoryError, match=rf"\({size}, .* does not fit into memory; a small"):
+            Transformer(dataclasses.replace(SMALL, intermediate_size=size))
+
+
+def test_float64_is_no_type_of_a_checkpoint(folder):
+    path = folder / "model.safetensors"
+    file = TensorFile(path)
+    tensors = {name: file.read(name) for name in file.entries}
+    wide = {name: a.astype(np.float64) for name, a in tensors.items()}
+    safetensors.numpy.save_file(wide, path)
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ValueError, match="is stored as F64; F32, F16 or BF16 is needed"):
+            load_pretrained(folder, dtype)
+    for name, a in wide.items():  # but snapshots of a training in float64 hold it
+        np.testing.assert_array_equal(TensorFile(path).read(name), a)
 
 
 # --- a real model --------------------------------------------------------------------------

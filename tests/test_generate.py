@@ -259,3 +259,19 @@ def test_the_capital_of_france(dtype):
     ids = tokenizer.encode("The capital of France is", add_special_tokens=False).ids
     new = generate(load_pretrained(FOLDER, dtype), ids, max_new_tokens=3)
     assert tokenizer.decode(new).startswith(" Paris.")
+
+
+@pytest.mark.parametrize("run", [generate, stream])
+def test_what_is_no_model_or_no_ids_is_named(run):
+    with pytest.raises(TypeError, match="generate: a model is needed, given a str"):
+        run("x", [1], max_new_tokens=1)
+    model = Transformer(TransformerConfig.tiny())
+    for ids, shown in (([[1], 2], "2"), ([[1], None], "None"), ([[1], "12"], "'12'")):
+        with pytest.raises(TypeError, match=f"ids mix lists and {shown}; a list of lists is need"):
+            run(model, ids, max_new_tokens=1)
+    for ids in (["ab"], [1, [2]], [{1: 2}], [None]):
+        with pytest.raises(TypeError, match="ids are whole numbers, given"):
+            run(model, ids, max_new_tokens=1)
+    for ids in ("ab", 5, None, {1: 2}):
+        with pytest.raises(TypeError, match="a list of lists is needed"):
+            run(model, ids, max_new_tokens=1)

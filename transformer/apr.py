@@ -24,9 +24,17 @@ import numpy as np
 from .apr_quantised import Q4, Q8, dequantised, quantised
 from .config import APR_EXTRA, TransformerConfig
 from .files import atomic_file, refuse_lfs_pointer
-from .hf import STORAGE, check_finite, check_sizes, place_parameters, without_tied_head
+from .hf import (
+    STORAGE,
+    check_finite,
+    check_sizes,
+    check_writable,
+    new_model,
+    place_parameters,
+    without_tied_head,
+)
 from .llama import Transformer
-from .module import check_names, check_shapes
+from .module import check_names, check_shapes, check_state
 from .safetensors_io import convert, dtype_name
 
 MAGIC = b"APR\0"
@@ -97,7 +105,11 @@ def write_apr(
     ValueError for a name or a shape that the format cannot hold.
     """
     full = dict.fromkeys(_FIELDS) | {"model_type": "", "total_size": 0, "param_count": 0}
-    text = json.dumps(full | dict(metadata or {}), sort_keys=True, separators=(",", ":"))
+    full |= dict(metadata or {})
+    try:
+        text = json.dumps(full, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"write_apr: metadata that JSON holds is needed ({error})") from None
     meta, index, at = text.encode(), b"", 0
     order = sorted(tensors, key=lambda name: name.encode())
     codes = {name: _code(name, tensors[name]) for name in order}
@@ -245,11 +257,12 @@ def save_apr(
     state: Mapping[str, Any] | None = None,
     quantize: str | None = None,
 ) -> None:
-    """Write a `Transformer` as an APR v2 file; `metadata` adds to, or replaces, what it says.
+    """Write a `Transformer` as an APR v2 file; `metadata` adds to what it says of itself.
 
     `state` holds other arrays than the model's own, under its names (merged adapters). A tied
     head is not written. `quantize` is "q8" or "q4": the matrices of the layers are then AprQ8 or
-    AprQ4; embeddings, head, norms and biases stay as they are.
+    AprQ4; embeddings, head, norms and biases stay as they are. Raises ValueError, and writes
+    nothing, if `metadata` describes another model or `state` is not finite.
     """
     if quantize not in (None, *_QUANTISED):
         raise ValueError(f'save_apr: quantize is None, "q8" or "q4", not {quantize!r}')
@@ -258,6 +271,9 @@ def save_apr(
     config = model.config
     plain = {name: p.shape for name, p in Transformer.empty(config).named_parameters()}
     state = model.state_dict() if state is None else state
+    check_state("save_apr", state)
+    if not isinstance(metadata, Mapping | None):
+        raise TypeError(f"save_apr: metadata is a dict, not a {type(metadata).__name__}")
     state = without_tied_head("save_apr", plain, state, "model.embed_tokens.weight")
     check_names("save_apr", plain, state)
     check_shapes("save_apr", plain, {name: a.shape for name, a in state.items()})
@@ -274,10 +290,27 @@ def save_apr(
         "rms_norm_eps": config.rms_norm_eps,
         "head_dim": config.head_dim,
     }
-    extra = {name: getattr(config, name) for name in APR_EXTRA}
+    own = fields | {name: getattr(config, name) for name in APR_EXTRA}
+    _check_metadata(metadata or {}, own)
+    check_writable("save_apr", state)
     if quantize is not None:
         state = {name: _quantised(name, a, _QUANTISED[quantize]) for name, a in state.items()}
-    write_apr(path, state, fields | extra | dict(metadata or {}))
+    write_apr(path, state, own | dict(metadata or {}))
+
+
+def _check_metadata(metadata: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ValueError if a user's metadata describes another model than `own` does."""
+    for name in metadata.keys() & own.keys():
+        value, right = metadata[name], own[name]
+        if name == "architecture":  # any name of a decoder
+            good = isinstance(value, str) and "bert" not in value.lower()
+        else:
+            good = value == (list(right) if isinstance(value, list) and right else right)
+        if not good:
+            raise ValueError(
+                f"save_apr: metadata says {name} is {value!r}, the model's is {right!r}; "
+                "leave it out"
+            )
 
 
 def _quantised(name: str, a: Any, code: int) -> Any:
@@ -310,7 +343,8 @@ def load_apr(path: str | os.PathLike[str], dtype: str = "float32") -> Transforme
         raise ValueError(f"{path}: its metadata does not give the sizes of the model")
     config = dataclasses.replace(config, tie_word_embeddings=head not in entries)
     check_sizes(str(path), config, {name: e.shape for name, e in entries.items()})
-    model = Transformer.empty(config)
+    model = new_model(config, str(path))
+    assert isinstance(model, Transformer)
     parameters = dict(model.named_parameters())
     check_names(str(path), parameters, entries)
     check_shapes(

@@ -45,10 +45,24 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
+def make_folder(what: str, path: str | os.PathLike[str]) -> Path:
+    """The folder `path`, made with all above it; ValueError if one of these is a file."""
+    folder = Path(path)
+    for part in (folder, *folder.parents):
+        if part.exists() and not part.is_dir():
+            raise ValueError(f"{what}: {part} is a file; a folder is needed")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file to write that takes the name `path` at the end, or never if something fails."""
     path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; the name of a file is needed")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent} to write it to")
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as f:

@@ -20,6 +20,7 @@ from ..autograd.random import make_key, raw_words
 from .decode import DecodeStep, can_decode
 from .llama import Transformer
 from .model import LanguageModel
+from .module import check_model
 from .values import is_number, is_whole
 
 R = TypeVar("R")
@@ -117,6 +118,7 @@ def generate(model: LanguageModel, ids: Any, **options: Any) -> Any:
     Raises ValueError for an option out of its range, a sequence without ids, an id outside the
     vocabulary, or more positions than the model has.
     """
+    check_model("generate", model, LanguageModel)
     rows, single = _rows(ids, model.config.vocab_size)
     new: list[list[int]] = [[] for _ in rows]
     for step in stream(model, rows, **options):
@@ -129,6 +131,7 @@ def generate(model: LanguageModel, ids: Any, **options: Any) -> Any:
 @_takes_options
 def stream(model: LanguageModel, ids: Any, **options: Any) -> Iterator[list[int | None]]:
     """As `generate`, step by step: the next id of each sequence, None for those that have ended."""
+    check_model("generate", model, LanguageModel)
     chosen = Options(**options)
     rows, _ = _rows(ids, model.config.vocab_size)
     limit, longest = model.config.max_position_embeddings, max(map(len, rows))
@@ -255,6 +258,9 @@ def _rows(ids: Any, vocab_size: int) -> tuple[list[list[int]], bool]:
     ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
     single = bool(ids) and not isinstance(ids[0], kinds)
     rows = [ids] if single else ids
+    for row in rows:
+        if not isinstance(row, kinds):
+            raise TypeError(f"generate: ids mix lists and {row!r}; a list of lists is needed")
     if not rows or not all(len(row) for row in rows):
         raise ValueError("generate: at least one sequence, and an id in each, is needed")
     for row in rows:

@@ -16,10 +16,10 @@ from ..autograd.buffers import ALIGN
 from ..autograd.device import to_host
 from .config import TransformerConfig
 from .decoder import PAD, Decoder, DecoderConfig
-from .files import atomic_file, read_json
+from .files import atomic_file, make_folder, read_json
 from .hf_config import Config, config_from_hf, config_to_hf
 from .llama import Transformer
-from .module import check_names, check_shapes
+from .module import check_names, check_shapes, check_state
 from .safetensors_io import DTYPES, convert, dtype_name
 from .shards import TensorFolder, shard_limit, write_weights
 
@@ -53,7 +53,7 @@ def load_pretrained(
     names = _own_names(files, config)
     check_sizes(str(folder), config, {own: files.shape(name) for own, name in names.items()})
     config = _untied_if_needed(config, files, names)
-    model = new_model(config)
+    model = new_model(config, str(folder))
     parameters = dict(model.named_parameters())
     head = "lm_head.weight"
     if head in names and head not in parameters:
@@ -78,11 +78,18 @@ def load_pretrained(
 
 def check_sizes(what: str, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError if a model has far more values than `shapes`, before memory is taken."""
-    table, C = "model.embed_tokens.weight", getattr(config, "hidden_size", 0)
     if isinstance(config, DecoderConfig):
-        table, C = "tokens.weight", config.d_model
-    if table in shapes:
-        check_shapes(what, {table: (config.vocab_size, C)}, {table: shapes[table]})
+        C, first = config.d_model, "blocks.0."
+        wanted = {"tokens.weight": (config.vocab, C), "positions.weight": (config.block, C)}
+        wanted[f"{first}mlp.fc.weight"] = C, config.ff
+    else:
+        C, first = config.hidden_size, "model.layers.0."
+        wanted = {"model.embed_tokens.weight": (config.vocab_size, C)}
+        wanted[f"{first}mlp.gate_proj.weight"] = config.intermediate_size, C
+        wanted[f"{first}self_attn.q_proj.weight"] = config.q_dim, C
+        wanted[f"{first}self_attn.k_proj.weight"] = config.kv_dim, C
+    there = {name: shapes[name] for name in wanted if name in shapes}
+    check_shapes(what, {name: wanted[name] for name in there}, there)
     if config.num_hidden_layers > max(len(shapes), 1000):
         raise ValueError(
             f"{what}: the config says {config.num_hidden_layers} layers, but there are only "
@@ -90,11 +97,13 @@ def check_sizes(what: str, config: Config, shapes: Mapping[str, tuple[int, ...]]
         )
 
 
-def new_model(config: Config) -> Transformer | Decoder:
-    """A model without values for its matrices."""
-    if isinstance(config, TransformerConfig):
-        return Transformer.empty(config)
-    return Decoder.empty(config)
+def new_model(config: Config, what: str = "save_pretrained") -> Transformer | Decoder:
+    """A model without values for its matrices; MemoryError, naming `what`, if it does not fit."""
+    kind = Transformer if isinstance(config, TransformerConfig) else Decoder
+    try:
+        return kind.empty(config)
+    except MemoryError as error:
+        raise MemoryError(f"{what}: {error}") from None
 
 
 def place_parameters(model: Transformer | Decoder, storage: str) -> None:
@@ -128,15 +137,16 @@ def _own_names(files: TensorFolder, config: Config) -> dict[str, str]:
     stored = [name for name in files.files if not _BUFFERS.search(name)]
     if isinstance(config, TransformerConfig):
         return {name: name for name in stored}
-    back = {hf: own for own, hf in _gpt2_names(config).items()}
+    # The names alone, of a model that takes no memory: the sizes are not checked yet.
+    layers = min(config.n_layer, len(stored) + 1)
+    small = dataclasses.replace(
+        config, n_layer=layers, n_head=1, d_model=1, d_ff=1, vocab=1, block=1
+    )
+    back = {Decoder.hf_name(own): own for own, _ in Decoder.empty(small).named_parameters()}
     back["lm_head.weight"] = "lm_head.weight"
     # Files of the bare GPT-2, as on the hub, lack the prefix.
     full = {name: name if name in back else f"transformer.{name}" for name in stored}
     return {back.get(full[name], name): name for name in stored}
-
-
-def _gpt2_names(config: Any) -> dict[str, str]:
-    return {own: Decoder.hf_name(own) for own, _ in Decoder.empty(config).named_parameters()}
 
 
 def _untied_if_needed(config: Config, files: TensorFolder, names: Mapping[str, str]) -> Config:
@@ -163,6 +173,21 @@ def check_finite(name: str, a: np.ndarray) -> None:
             raise ValueError(f"NaN/Inf detected in weight '{name}' at index {at}")
 
 
+def check_writable(what: str, tensors: Mapping[str, Any], dtype: str | None = None) -> None:
+    """Raise ValueError for arrays that, as `dtype` or as they are, no loader would take."""
+    for name, a in tensors.items():
+        a = to_host(a)
+        try:
+            stored = dtype_name(a)
+        except ValueError as error:
+            raise ValueError(f"{what}: {name}: {error}") from None
+        try:
+            with np.errstate(over="ignore"):
+                check_finite(name, convert(a, stored, dtype or stored))
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}, which could not be loaded") from None
+
+
 # --- saving --------------------------------------------------------------------------------
 
 
@@ -179,13 +204,19 @@ def save_pretrained(
     `state` holds other arrays than the model's own, under its names (merged adapters); `dtype` is
     "float32" or "bfloat16", by default the smallest that keeps every value. Weights of more than
     `max_shard_size` bytes (or such as "5GB") are cut into shards with an index. Each file appears
-    when it is whole, the index last. Raises ValueError for a model that no architecture of
-    transformers equals, and for one that carries adapters when no `state` without them is given.
+    when it is whole, the index last. Raises ValueError, and writes nothing, for a model that no
+    architecture of transformers equals, for one that carries adapters when no `state` without them
+    is given, and for values that are not finite in `dtype`.
     """
+    if not isinstance(model, Transformer | Decoder):
+        raise TypeError(
+            f"save_pretrained: a Transformer or a Decoder is needed, given a {type(model).__name__}"
+        )
     if dtype is not None and dtype not in STORAGE:
         raise ValueError(f'save_pretrained: dtype is "float32" or "bfloat16", not {dtype!r}')
     limit = None if max_shard_size is None else shard_limit(max_shard_size)
     state = model.state_dict() if state is None else state
+    check_state("save_pretrained", state)
     plain = {name: p.shape for name, p in new_model(model.config).named_parameters()}
     table = "tokens.weight" if isinstance(model, Decoder) else "model.embed_tokens.weight"
     state = without_tied_head("save_pretrained", plain, state, table)
@@ -198,17 +229,10 @@ def save_pretrained(
     if isinstance(model, Decoder):
         turned = {k: a.T if _CONV1D.search(k) else a for k, a in tensors.items()}
         tensors = {Decoder.hf_name(k): a for k, a in turned.items()}
-    dtype = dtype or _smallest_exact(tensors)
-    config = dict(model.source or {})
-    for name in ("rope_parameters", "dtype"):  # version 5 of what stands in ours as version 4
-        config.pop(name, None)
-    config |= config_to_hf(model.config, dtype)
-    if isinstance(model, Decoder) and model.ignore_index == PAD:
-        config["pad_token_id"] = PAD
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"save_pretrained: {folder} is a file; a folder is needed")
-    folder.mkdir(parents=True, exist_ok=True)
+    check_writable("save_pretrained", tensors, STORAGE[dtype or "float32"])
+    dtype = dtype or smallest_exact(tensors)
+    config = checkpoint_config(model, dtype)
+    folder = make_folder("save_pretrained", folder)
     write_weights(folder, tensors, STORAGE[dtype], limit)
     with atomic_file(folder / "config.json") as f:
         f.write((json.dumps(config, indent=2) + "\n").encode())
@@ -230,7 +254,18 @@ def without_tied_head(what: str, plain: Any, state: Mapping[str, Any], table: st
     return {k: v for k, v in state.items() if k != head}
 
 
-def _smallest_exact(tensors: Mapping[str, Any]) -> str:
+def checkpoint_config(model: Transformer | Decoder, dtype: str) -> dict[str, Any]:
+    """The config.json that `save_pretrained` writes beside weights held as `dtype`."""
+    config = dict(model.source or {})
+    for name in ("rope_parameters", "dtype"):  # version 5 of what stands in ours as version 4
+        config.pop(name, None)
+    config |= config_to_hf(model.config, dtype)
+    if isinstance(model, Decoder) and model.ignore_index == PAD:
+        config["pad_token_id"] = PAD
+    return config
+
+
+def smallest_exact(tensors: Mapping[str, Any]) -> str:
     """ "bfloat16" if matrices are held so and the rest loses nothing by it, else "float32"."""
     kinds = {dtype_name(a) for a in tensors.values() if a.ndim > 1}
     if kinds != {"BF16"}:

@@ -13,7 +13,12 @@ from .module import Module
 
 
 def _parameter(*shape: int, fill: float | None = None) -> Tensor:
-    data = np.empty(shape, np.float32) if fill is None else np.full(shape, fill, np.float32)
+    try:
+        data = np.empty(shape, np.float32) if fill is None else np.full(shape, fill, np.float32)
+    except (MemoryError, ValueError, OverflowError):  # each says it, by how far it is too large
+        raise MemoryError(
+            f"a parameter of shape {shape} does not fit into memory; a smaller model is needed"
+        ) from None
     return Tensor(data, requires_grad=True)
 
 

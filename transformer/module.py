@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -158,6 +158,7 @@ class Module:
         shape differs; it names them. The alias of a shared parameter may be in `state` if it holds
         the same values.
         """
+        check_state("load_state_dict", state)
         own = dict(self.named_parameters())
         first = {id(p): name for name, p in own.items()}
         aliases = {name: first[id(p)] for name, p in self._walk() if name not in own}
@@ -178,10 +179,22 @@ class Module:
             p.data = _as_array(state[name], p)
 
 
+def check_model(what: str, model: Any, kind: type = Module) -> None:
+    """Raise TypeError if `model` is none of this kind."""
+    if not isinstance(model, kind):
+        raise TypeError(f"{what}: a model is needed, given a {type(model).__name__}")
+
+
 def _as_array(value: Any, parameter: Tensor) -> Any:
     """A copy of the value, of the parameter's type and where it lives."""
     value = to_device(value if is_array(value) else np.asarray(value), parameter.device)
     return array_module(parameter.data).array(value, dtype=parameter.dtype, order="C")
+
+
+def check_state(what: str, state: Any) -> None:
+    """Raise TypeError if `state` is no dict of arrays."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{what}: a dict of arrays is needed, given a {type(state).__name__}")
 
 
 def check_names(what: str, wanted: Any, given: Any) -> None:
