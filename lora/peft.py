@@ -18,7 +18,10 @@ import numpy as np
 
 from ..autograd.device import to_host
 from ..transformer.decoder import Decoder
+from ..transformer.files import make_folder
+from ..transformer.hf import check_writable
 from ..transformer.model import LanguageModel
+from ..transformer.module import check_model
 from ..transformer.safetensors_io import write_safetensors
 from .apply import lora_config, lora_modules, saved_modules
 from .linear import LoRALinear, base_shape, base_weight, row_norms
@@ -32,12 +35,14 @@ PREFIX = "base_model.model."
 def save_adapter_peft(
     model: LanguageModel, folder: str | os.PathLike[str], base_model_name: str | None = None
 ) -> Path:
-    """Write the adapter as a folder that PEFT loads: its weights and its config."""
+    """Write the adapter as a folder that PEFT loads: its weights and its config.
+
+    ValueError, and nothing is written, if a value is not finite.
+    """
+    check_model("save_adapter_peft", model)
     modules = lora_modules(model)
     if not modules:
         raise ValueError("model has no LoRA adapters to save")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Any] = {}
     ranks, alphas = {}, {}
     for path, m in modules:
@@ -47,6 +52,8 @@ def save_adapter_peft(
     for path, module in saved_modules(model):
         for key, p in module.named_parameters():
             tensors[f"{PREFIX}{peft_name(model, path)}.{key}"] = flipped(model, path, p.numpy())
+    check_writable("save_adapter_peft", tensors)
+    folder = make_folder("save_adapter_peft", folder)
     write_safetensors(folder / WEIGHTS, tensors, {"format": "pt"})
     config = _config_out(model, ranks, alphas, base_model_name)
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
@@ -78,6 +85,14 @@ def _one_pair(m: LoRALinear) -> tuple[dict[str, Any], int, float]:
     if m.use_rslora:
         return tensors, R, m.alphas[0] * math.sqrt(R / m.ranks[0])
     return tensors, R, m.alphas[0] * R / m.ranks[0]
+
+
+def peft_config(model: LanguageModel, base_model_name: str | None = None) -> dict[str, Any]:
+    """The adapter_config.json that `save_adapter_peft` writes."""
+    pairs = {peft_name(model, path): _one_pair(m) for path, m in lora_modules(model)}
+    ranks = {name: rank for name, (_, rank, _) in pairs.items()}
+    alphas = {name: alpha for name, (_, _, alpha) in pairs.items()}
+    return _config_out(model, ranks, alphas, base_model_name)
 
 
 def _config_out(

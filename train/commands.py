@@ -11,7 +11,7 @@ from typing import Any
 from ..autograd import set_num_threads
 from ..autograd.device import resolve_device
 from .settings import KINDS, read_settings
-from .text import ByteTokenizer, FileTokenizer, Stream, load_tokenizer, one_bos, read_json
+from .text import COPIED, ByteTokenizer, FileTokenizer, Stream, load_tokenizer, one_bos, read_json
 
 
 def say(text: str = "", end: str = "\n") -> None:
@@ -116,7 +116,6 @@ def eval(args: Namespace) -> int:
 def merge(args: Namespace) -> int:
     from ..lora import merge_lora
     from ..transformer import save_pretrained
-    from .session import COPIED
 
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

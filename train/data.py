@@ -140,12 +140,16 @@ def _below(root: Path, wanted: Any, suffix: str = "") -> list[tuple[str, Path]]:
 
 
 def hash_files(parts: dict[str, list[tuple[str, Path]]]) -> str:
-    """SHA-256 over every file: its part, name and length, then its bytes."""
-    sha = hashlib.sha256()
+    """SHA-256 over every file: its part, name and length, then its bytes.
+
+    The name of a file that is alone says nothing about the data.
+    """
+    sha, alone = hashlib.sha256(), sum(map(len, parts.values())) == 1
     for part, files in parts.items():
         for name, path in files:
             content = path.read_bytes()
-            sha.update(f"{part}\0{name}\0{len(content)}\0".encode(errors="surrogateescape"))
+            named = "" if alone else name
+            sha.update(f"{part}\0{named}\0{len(content)}\0".encode(errors="surrogateescape"))
             sha.update(content)
     return sha.hexdigest()
 

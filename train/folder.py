@@ -16,7 +16,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..transformer.files import json_object, read_json
 from ..transformer.safetensors_io import atomic_file
+from ..transformer.values import is_number, is_whole
 from .lock import Lock
 from .settings import Settings, read_settings
 
@@ -61,8 +63,8 @@ class RunFolder:
         return folder
 
     def is_new(self) -> bool:
-        """Whether nothing is in it yet, but for the lock of a run that ended at its beginning."""
-        return self.path.is_dir() and all(p.name == ".lock" for p in self.path.iterdir())
+        """Whether nothing is in it yet, but for what a run leaves that ended at its beginning."""
+        return self.path.is_dir() and all(p.name in _BEGINNING for p in self.path.iterdir())
 
     def locked(self) -> Lock:
         """Refuse a second writer."""
@@ -71,7 +73,8 @@ class RunFolder:
     def discard(self) -> None:
         """Remove a locked folder in which nothing was written."""
         if self.is_new():
-            (self / ".lock").unlink()
+            for path in self.path.iterdir():
+                path.unlink()
             self.path.rmdir()
 
     # --- what is written ---
@@ -112,34 +115,117 @@ class RunFolder:
         return read_settings(self / "run.toml", {})
 
     def metrics(self) -> list[dict]:
-        """The rows of `metrics.jsonl`; a last line that was cut off by a kill is left out."""
+        """The rows of `metrics.jsonl`; a last line that was cut off by a kill is left out.
+
+        ValueError names the line that is no row: step n is the n-th line.
+        """
         path = self / "metrics.jsonl"
-        if not path.is_file():
-            return []
-        lines = path.read_text(encoding="utf-8").split("\n")
-        try:
-            return [json.loads(line) for line in lines[:-1]]
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
+        lines = _lines(path)
+        return [_row(path, n, line) for n, line in enumerate(lines[:-1], 1)]
+
+    def is_cut_off(self) -> bool:
+        """Whether `metrics.jsonl` ends within a line, as a kill may leave it."""
+        return _lines(self / "metrics.jsonl")[-1] != ""
 
     def digests(self) -> dict[str, Any]:
-        return self._read_json("digests.json", {"steps": []})
+        """What digests.json holds; ValueError if it is no record of steps in their order."""
+        path = self / "digests.json"
+        if not path.is_file():
+            return {"steps": []}
+        found = read_json(path)
+        steps = found.get("steps")
+        if not isinstance(steps, list):
+            raise ValueError(f"{path} is damaged: steps is {_shown(steps)}; a list is needed")
+        before = -1
+        for record in steps:
+            _check_record(path, record, before)
+            before = record["step"]
+        return found
 
     def environment(self) -> dict[str, Any]:
-        return self._read_json("environment.json", {})
+        """What environment.json holds; ValueError if its sessions are not what a run writes."""
+        path = self / "environment.json"
+        if not path.is_file():
+            return {}
+        found = read_json(path)
+        sessions = found.get("sessions", [])
+        if not isinstance(sessions, list) or not all(map(_is_session, sessions)):
+            raise ValueError(
+                f"{path} is damaged: sessions is {_shown(sessions)}; a list is needed of what each "
+                "session did, with the first and the last of its steps"
+            )
+        return found
 
     def samples(self) -> list[str]:
+        """The text that the trained model wrote, if there is one."""
         path = self / "sample.txt"
-        return [path.read_text(encoding="utf-8")] if path.is_file() else []
+        return [_text(path)] if path.is_file() else []
 
-    def _read_json(self, name: str, default: Any) -> Any:
-        path = self / name
-        if not path.is_file():
-            return default
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
+
+# --- what the files may hold ---------------------------------------------------------------
+
+# What a run may leave that is killed before its settings are written.
+_BEGINNING = (".lock", ".probe", "run.toml.tmp")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is damaged: it is not UTF-8 text") from None
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file, and what stands after the last of them."""
+    return _text(path).split("\n") if path.is_file() else [""]
+
+
+def _row(path: Path, n: int, line: str) -> dict[str, Any]:
+    try:
+        row = json_object(path, line.encode())
+    except ValueError as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"{path} is damaged: line {n}: {reason}") from None
+    for name in ("step", "loss", "lr", "grad_norm", "tokens"):
+        if name not in row:
+            raise ValueError(f"{path} is damaged: line {n} has no {name}")
+    if not is_whole(row["step"]) or row["step"] != n:
+        raise ValueError(f"{path} is damaged: line {n} is of step {_shown(row['step'])}")
+    for name, value in row.items():
+        if name in ("tokens", "tokens_per_s") and value is None:
+            raise ValueError(f"{path} is damaged: line {n}: {name} is null; a number is needed")
+        if value is not None and not is_number(value):
+            raise ValueError(
+                f"{path} is damaged: line {n}: {name} is {_shown(value)}; a number is needed"
+            )
+    return row
+
+
+def _check_record(path: Path, record: Any, before: int) -> None:
+    if not isinstance(record, dict) or not is_whole(record.get("step")):
+        raise ValueError(f"{path} is damaged: {_shown(record)} is no record of a step")
+    step = record["step"]
+    if step <= before:
+        raise ValueError(
+            f"{path} is damaged: step {step} stands "
+            + ("first" if before < 0 else f"after step {before}")
+        )
+    tensors = record.get("tensors")
+    texts = [record.get("weights"), record.get("optimizer"), record.get("device", "")]
+    if isinstance(tensors, dict):
+        texts += tensors.values()
+    if not isinstance(tensors, dict) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{path} is damaged: the digests of step {step} are not all texts")
+
+
+def _is_session(session: Any) -> bool:
+    steps = session.get("steps") if isinstance(session, dict) else None
+    return isinstance(steps, list) and len(steps) == 2 and all(map(is_whole, steps))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -29,7 +29,7 @@ from .config import TransformerTrainConfig
 from .data import STDLIB, Data, load_data
 from .evaluate import evaluate
 from .settings import Settings
-from .text import Tokenizer, load_tokenizer
+from .text import Tokenizer, folder_files, load_tokenizer
 from .trainer import TransformerTrainer
 
 # What a row of metrics says about the machine rather than about the run.
@@ -48,6 +48,7 @@ class Run:
     data: Data
     trainer: TransformerTrainer
     start_sha256: str  # of the weights that training starts from, without adapters
+    files: dict[str, str]  # `folder_files` of the folder that they are from
     step: int = 0
 
     @property
@@ -73,7 +74,15 @@ class Run:
             "data": self.data.sha256,
             "tokenizer": self.tokenizer.sha256,
             "model": self.start_sha256,
+            "config": config_sha256(self.model.config),
+            "files": self.files,
         }
+
+    def mark(self) -> dict[str, Any]:
+        """What each snapshot says of its run."""
+        identity = self.identity()
+        text = json.dumps(identity, sort_keys=True)
+        return {**identity, "run_id": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
 def build(settings: Settings) -> Run:
@@ -110,7 +119,7 @@ def build(settings: Settings) -> Run:
         )
     start = weights_sha256(model)
     trainer = TransformerTrainer.with_model(model, train_config(settings, model.config))
-    return Run(settings, tokenizer, data, trainer, start)
+    return Run(settings, tokenizer, data, trainer, start, folder_files(settings.model))
 
 
 def train_config(s: Settings, model_config: Any = None) -> TransformerTrainConfig:
@@ -294,6 +303,12 @@ def settings_sha256(settings: Settings) -> str:
     """SHA-256 of the settings that decide the result, as sorted JSON."""
     values = {k: v for k, v in dataclasses.asdict(settings).items() if k not in FREE}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def config_sha256(config: Any) -> str:
+    """SHA-256 of a model's config, as sorted JSON."""
+    text = json.dumps(dataclasses.asdict(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def record(run: Run) -> dict[str, Any]:

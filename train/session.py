@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import shutil
 import signal
 import threading
@@ -27,9 +25,7 @@ from .progress import Progress, clock
 from .run import FREE, Run, at, build, due, record, steps
 from .settings import Settings, flag
 from .snapshot import NoSnapshotError, load_snapshot, save_snapshot
-from .text import TOKENIZER_FILES
-
-COPIED = (*TOKENIZER_FILES, "generation_config.json")
+from .text import COPIED
 
 
 def train(settings: Settings, stream: TextIO) -> int:
@@ -201,10 +197,8 @@ class Session:
 
     def _save(self, best: bool) -> None:
         run = self.run
-        identity = json.dumps(run.identity(), sort_keys=True).encode()
-        more = {**run.identity(), "run_id": hashlib.sha256(identity).hexdigest()[:16]}
         keep = run.settings.keep
-        save_snapshot(self.folder / "snapshots", run.trainer, more, keep=keep, best=best)
+        save_snapshot(self.folder / "snapshots", run.trainer, run.mark(), keep=keep, best=best)
 
     def _copy_tokenizer(self) -> None:
         base = self.run.settings.model

@@ -101,11 +101,12 @@ def save_snapshot(
             _name(folder, "best", target.name)
         _prune(folder, keep)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise RuntimeError(
             f"the snapshot {target} cannot be written ({error.strerror or error}); "
             "those before it are intact"
         ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
@@ -147,15 +148,10 @@ def snapshot_arrays(trainer: TransformerTrainer) -> dict[str, dict[str, np.ndarr
 def snapshot_state(trainer: TransformerTrainer) -> dict[str, Any]:
     """What a snapshot says of the trainer besides, as JSON values."""
     model, optimizer = trainer.model, trainer.optimizer
-    own = trainer.state_dict()
-    own["callbacks"] = {
-        callback: {k: v for k, v in state.items() if not isinstance(v, np.ndarray)}
-        for callback, state in own["callbacks"].items()
-    }
     return {
         "format": FORMAT,
         "version": importlib.metadata.version("afinar"),
-        "trainer": _plain(own),
+        "trainer": _trainer_state(trainer),
         "optimizer": {"step_count": optimizer.step_count, "lr": optimizer.lr},
         "schedule": [type(trainer.schedule).__name__, _plain(trainer.schedule)],
         "rng": {"seed": trainer.config.seed, "window": trainer.windows},
@@ -164,6 +160,15 @@ def snapshot_state(trainer: TransformerTrainer) -> dict[str, Any]:
         "frozen_sha256": _frozen_sha256(trainer),
         "digests": {"weights": weights_sha256(model), "optimizer": optimizer.state_sha256()},
     }
+
+
+def _trainer_state(trainer: TransformerTrainer) -> dict[str, Any]:
+    own = trainer.state_dict()
+    own["callbacks"] = {
+        callback: {k: v for k, v in state.items() if not isinstance(v, np.ndarray)}
+        for callback, state in own["callbacks"].items()
+    }
+    return _plain(own)
 
 
 def _plain(config: Any) -> Any:
@@ -264,6 +269,7 @@ def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
             raise DamagedError(
                 f"{path} is a snapshot of the format {state['format']}, not {FORMAT}"
             )
+        _check_kinds(path / "state.json", "the state", state, _KINDS)
         for name, sha in state["files"].items():
             if _file_sha256(path / name) != sha:
                 raise DamagedError(f"{path / name} is not what was written")
@@ -272,6 +278,58 @@ def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
             raise
         raise DamagedError(f"{path} is not a whole snapshot: {error}") from None
     return Snapshot(path, state)
+
+
+# What state.json holds, by an example of each kind; `_check_state` looks at the trainer's own.
+_KINDS: dict[str, Any] = {
+    "format": "",
+    "version": "",
+    "trainer": {},
+    "optimizer": {"step_count": 0, "lr": 0.0},
+    "schedule": [],
+    "rng": {"seed": 0, "window": 0},
+    "config": {},
+    "model": {},
+    "frozen_sha256": "",
+    "digests": {"weights": "", "optimizer": ""},
+    "more": {},
+    "files": {},
+}
+
+
+def _check_kinds(path: Path, what: str, found: Any, like: Any) -> None:
+    """Raise DamagedError unless `found` has the kind of `like` and, below it, all its keys."""
+    number = isinstance(like, (int, float)) and not isinstance(like, bool)
+    kind = (int if isinstance(like, int) else (int, float)) if number else type(like)
+    if not isinstance(found, kind) or (number and isinstance(found, bool)):
+        needed = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+        shown = json.dumps(found)
+        raise DamagedError(
+            f"{path}: {what} is {shown if len(shown) <= 60 else shown[:57] + '...'}; "
+            f"{needed.get(type(like), 'a number')} is needed"
+        )
+    for key, value in like.items() if isinstance(like, dict) else ():
+        if key not in found:
+            raise DamagedError(f"{path}: {key} is missing in {what}")
+        if value is not None:
+            _check_kinds(path, key, found[key], value)
+
+
+def _check_state(snapshot: Snapshot, trainer: TransformerTrainer) -> None:
+    """Raise DamagedError unless the trainer can take this state."""
+    path, found = snapshot.path / "state.json", snapshot.state["trainer"]
+    like = {**_trainer_state(trainer), "lora": None, "callbacks": {}}
+    _check_kinds(path, "trainer", found, like)
+    for name in found["metrics"]:
+        if name not in like["metrics"]:
+            raise DamagedError(f"{path}: metrics has an unknown {name}")
+    for name, values in {**found["metrics"], "epoch": found["epoch"]}.items():
+        for value in values if isinstance(values, list) else ():
+            _check_kinds(path, f"one of {name}", value, 0.0)
+    if len(found["epoch"]) != 2:
+        raise DamagedError(f"{path}: epoch holds {len(found['epoch'])} numbers; 2 are needed")
+    for name, value in found["callbacks"].items():
+        _check_kinds(path, f"the state of the callback {name}", value, {})
 
 
 def load_snapshot(
@@ -285,6 +343,7 @@ def load_snapshot(
     other frozen weights, or of settings that compute something else.
     """
     snapshot = _find(Path(path), which)
+    _check_state(snapshot, trainer)
     _compare(snapshot, trainer)
     if snapshot.notes:
         warnings.warn("; ".join(snapshot.notes), RuntimeWarning, 2)

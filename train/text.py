@@ -26,6 +26,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+# What a run copies from the folder that its model came from; generate and eval read it.
+COPIED = (*TOKENIZER_FILES, "generation_config.json")
 
 
 class Tokenizer(Protocol):
@@ -184,6 +186,14 @@ def tokenizer_sha256(folder: str | Path | None) -> str:
     if folder is None or not (Path(folder) / "tokenizer.json").is_file():
         return ByteTokenizer.sha256
     return _hash_files([Path(folder) / name for name in TOKENIZER_FILES])
+
+
+def folder_files(folder: str | Path | None) -> dict[str, str]:
+    """What a model folder holds beside weights: the SHA-256 of each file that has a meaning."""
+    if folder is None:
+        return {}
+    paths = [Path(folder) / name for name in ("config.json", *COPIED)]
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in paths if p.is_file()}
 
 
 def one_bos(tokenizer: Tokenizer, ids: list[int], said: list[bool]) -> tuple[list[int], list[bool]]:

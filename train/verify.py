@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..autograd import set_num_threads
-from ..lora import lora_modules
 from ..optim import weights_sha256
-from ..transformer.hf_config import config_to_hf
 from ..transformer.safetensors_io import TensorFile
 from .bits import device_for, keeps_mode
 from .data import STDLIB, find_files, hash_files
@@ -48,7 +48,11 @@ from .snapshot import (
     snapshot_arrays,
     snapshot_state,
 )
-from .text import tokenizer_sha256
+from .text import folder_files, tokenizer_sha256
+from .verify_model import compare_copies, compare_model, model_files
+
+# What of a trainer's settings a resumed run may change.
+_FREE_CONFIG = ("device", "checkpoint_config")
 
 
 @dataclass
@@ -74,32 +78,37 @@ class Record:
     digests: dict[int, dict]  # by step
     rows: dict[int, dict]  # of metrics.jsonl, by step
     ended: int | None  # the step whose model is in the folder, as environment.json has it
+    made_by: str | None  # the version of afinar, as environment.json has it
 
     @classmethod
     def read(cls, folder: RunFolder) -> Record:
         """ValueError if it is not a record."""
-        try:
-            head, sessions = folder.digests(), folder.environment().get("sessions", [])
-            digests = {int(r["step"]): r for r in head.get("steps", [])}
-            rows = {int(row["step"]): row for row in folder.metrics()}
-            ended = int(sessions[-1]["steps"][1]) if sessions else None
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"a part is missing or of another kind: {error!r}") from None
+        head = folder.digests()
+        environment = folder.environment()
+        sessions = environment.get("sessions", [])
+        digests = {record["step"]: record for record in head.pop("steps")}
+        rows = {row["step"]: row for row in folder.metrics()}
+        ended = sessions[-1]["steps"][1] if sessions else None
         if not digests:
             raise ValueError("digests.json records no step")
-        return cls(head, digests, rows, ended)
+        return cls(head, digests, rows, ended, environment.get("afinar"))
 
     @property
     def last(self) -> int:
         """The last step of which it says something: a row is written before its digests."""
         return max(self.rows, default=0)
 
+    @property
+    def killed(self) -> bool:
+        """Whether the run did not come to write its model after the last row."""
+        return self.ended is None or self.ended < self.last
+
     def missing(self, start: int, stop: int, settings: Settings) -> int | None:
         """The first step from `start` to `stop` whose digests should be there and are not.
 
         A kill may come between a step's row and its digests.
         """
-        killed = self.last if self.ended is None or self.ended < self.last else None
+        killed = self.last if self.killed else None
         wanted = (n for n in range(start, stop + 1) if due(n, settings) and n != killed)
         return next((n for n in wanted if n not in self.digests), None)
 
@@ -161,15 +170,19 @@ def verify(
     ends: dict[int, str] = {}  # the weights at the steps that the model in the folder may be of
     try:
         if report.start:
-            load_snapshot(snapshots[report.start], replay.trainer)
-            replay.step = report.start
+            _load(snapshots[report.start], replay)
         problem = _replay(replay, report, written, snapshots, ends, on_step)
     except DamagedError as error:  # a snapshot is not what was written
         problem = str(error)
     if problem is None and report.stop == last:
         problem = _final(replay, report, folder, written, ends)
+    elif problem is None:
+        report.notes.append(
+            f"the model in {folder.path} was not compared: the replay ended at step {report.stop}, "
+            f"the record ends at {last}"
+        )
     if problem is not None:
-        made_by, this = folder.environment().get("afinar"), environment()["afinar"]
+        made_by, this = written.made_by, environment()["afinar"]
         if made_by not in (None, this):
             problem += f" (the record is of afinar {made_by}, this is {this})"
         report.problems.append(problem)
@@ -189,15 +202,31 @@ def _build(settings: Settings, head: dict[str, Any], report: Report) -> Run | No
             raise
         report.problems.append(f"{problem} ({error})")
         return None
-    for what, value in run.identity().items():
-        if head.get(what) != value:
+    own = run.identity()
+    for what in {**own, **head}:
+        if what not in own:
+            report.problems.append(f"digests.json holds {what}, which no run writes")
+        elif what == "files":
+            report.problems += _changed_files(head.get(what), own[what])
+        elif head.get(what) != own[what]:
             why = ""
             if what == "data" and settings.data == STDLIB:
                 why = " (the standard library is another one in each version of Python)"
             report.problems.append(
-                f"the {what} differs: recorded {head.get(what)}, now {value}{why}"
+                f"the {what} differs: recorded {head.get(what)}, now {own[what]}{why}"
             )
     return None if report.problems else run
+
+
+def _changed_files(recorded: Any, now: dict[str, str]) -> list[str]:
+    """Which files of the folder that the run started from are not as they were."""
+    if not isinstance(recorded, dict):
+        return ["digests.json does not say of which files the run was made"]
+    return [
+        f"{name} of the model that it started from differs"
+        for name in sorted({**recorded, **now})
+        if recorded.get(name) != now.get(name)
+    ]
 
 
 def _changed(settings: Settings, head: dict[str, Any]) -> str | None:
@@ -209,6 +238,10 @@ def _changed(settings: Settings, head: dict[str, Any]) -> str | None:
         return None
     if tokenizer_sha256(settings.model) != head.get("tokenizer"):
         return "the tokenizer differs"
+    found = folder_files(settings.model)
+    changed = _changed_files(head.get("files"), found)
+    if changed and "config.json" in found:
+        return changed[0]
     try:
         base, adapter = adapter_run(Path(settings.model))
         if not (base / "config.json").is_file() or not any(base.glob("*.safetensors")):
@@ -220,6 +253,18 @@ def _changed(settings: Settings, head: dict[str, Any]) -> str | None:
 
 
 # --- what was done -------------------------------------------------------------------------
+
+
+def _load(path: Path, run: Run) -> None:
+    """Go to the snapshot's step; DamagedError if it is not of this run."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the comparison finds what differs
+            load_snapshot(path, run.trainer)
+    except ValueError as error:
+        raise DamagedError(str(error)) from None
+    if run.trainer.windows != int(path.name[5:]):
+        raise DamagedError(f"{path} holds the state after step {run.trainer.windows}")
+    run.step = run.trainer.windows
 
 
 def _replay(
@@ -239,7 +284,9 @@ def _replay(
             report.compared += 1
         if run.step in (written.ended, written.last):
             ends[run.step] = weights_sha256(run.model)
-        return _compare_snapshot(snapshots[run.step], run) if run.step in snapshots else None
+        if run.step not in snapshots:
+            return None
+        return _compare_snapshot(snapshots[run.step], run, written.made_by)
 
     if problem := here():
         return problem
@@ -252,19 +299,36 @@ def _replay(
     return None
 
 
-def _compare_snapshot(path: Path, run: Run) -> str | None:
-    """Whether a snapshot holds the state of this step."""
+def _compare_snapshot(path: Path, run: Run, made_by: str | None) -> str | None:
+    """Whether a snapshot holds the state of this step, saved by this afinar or by `made_by`."""
     snapshot, own = read_snapshot(path), snapshot_state(run.trainer)
-    for name, tensors in snapshot_arrays(run.trainer).items():
+    arrays = snapshot_arrays(run.trainer)
+    expected = sorted(f"{name}.safetensors" for name in arrays)
+    if sorted(snapshot.state["files"]) != expected:
+        return f"step {run.step}: the snapshot {path} departs in its files"
+    for name, tensors in arrays.items():
         file = TensorFile(path / f"{name}.safetensors")
         for key in {**tensors, **file.entries}:
             same = key in tensors and key in file.entries
             if not same or file.read(key).tobytes() != tensors[key].tobytes():
                 return f"step {run.step}: the snapshot {path} departs in {key}"
-    for what in ("trainer", "optimizer", "digests"):
-        if json.dumps(snapshot.state.get(what)) != json.dumps(own[what]):
+    own["more"] = run.mark()
+    for state in (snapshot.state, own):
+        state.pop("files", None)
+        state["config"] = {k: v for k, v in state["config"].items() if k not in _FREE_CONFIG}
+    for what in {**own, **snapshot.state}:
+        recorded, replayed = snapshot.state.get(what), own.get(what)
+        if what == "version" and recorded == made_by:
+            continue
+        if _text(recorded) != _text(replayed):
+            if what == "more":
+                return f"step {run.step}: the snapshot {path} says that it is of another run"
             return f"step {run.step}: the snapshot {path} departs in the state of the {what}"
     return None
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def _compare_row(recorded: dict | None, row: dict) -> str | None:
@@ -272,7 +336,11 @@ def _compare_row(recorded: dict | None, row: dict) -> str | None:
     if recorded is None:
         return f"step {step}: metrics.jsonl has no such step"
     for name in dict.fromkeys([*row, *recorded]):
-        if name not in OF_THE_MACHINE and recorded.get(name) != row.get(name):
+        if name in OF_THE_MACHINE:
+            continue
+        if name not in row:
+            return f"step {step}: metrics.jsonl has {name}, which the replay does not give"
+        if name not in recorded or recorded[name] != row[name]:
             return (
                 f"step {step}: {name} departs, recorded {recorded.get(name)}, "
                 f"replayed {row.get(name)}"
@@ -304,30 +372,51 @@ def _final(
             f"at {written.last}"
         )
     if (beyond := max(written.digests)) > written.last:  # a kill while a resumed run began
+        if run.complete or not written.killed:
+            return f"digests.json goes on to step {beyond}, the run ended at {written.last}"
         report.notes.append(f"digests.json goes on to step {beyond}, metrics.jsonl does not")
+    if problem := _compare_marks(folder, written):
+        return problem
+    if folder.is_cut_off() and run.complete:
+        return f"metrics.jsonl goes on after step {run.step}, the last of the run"
     if not run.complete:
         report.notes.append(f"the run ended early: after step {run.step} of {run.settings.steps}")
-    names = ("model.safetensors", "model.safetensors.index.json", "adapter_config.json")
-    if written.ended is None and not any((folder / name).is_file() for name in names):
+    if written.rows and (problem := compare_copies(folder.path, run)):
+        return problem
+    if written.ended is None and not all((folder / name).is_file() for name in model_files(run)):
         report.notes.append("the run ended before it wrote its model: there is none to compare")
         return None
-    try:
-        model = open_model(folder.path, dtype=run.settings.storage)
-    except (ValueError, FileNotFoundError) as error:
-        return f"the model in {folder.path} cannot be opened: {error}"
-    if weights_sha256(model) not in ends.values():
-        if written.ended is not None and written.ended < report.start:
-            report.notes.append(f"the model in {folder.path} is of an earlier step: not compared")
-            return None
-        return f"the weights in {folder.path} are not those of step {run.step}"
-    theirs, own = dict(lora_modules(model)), dict(lora_modules(run.model))
-    for name in {**theirs, **own}:
-        found, scales = (m[name].scales if name in m else None for m in (theirs, own))
-        if found != scales:
-            return f"adapter_config.json: the scale of {name} is {found}, the run's is {scales}"
-    if (folder / "config.json").is_file():
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        for key, value in config_to_hf(run.model.config, "float32").items():
-            if "dtype" not in key and found.get(key) != value:
-                return f"config.json: {key} is {found.get(key)}, the run's is {value}"
+    problem, weights = compare_model(folder.path, run, ends)
+    earlier = written.ended is not None and written.ended < report.start
+    if problem and earlier and weights not in ("", *ends.values()):
+        report.notes.append(
+            f"the model in {folder.path} was not compared: it is of step {written.ended}, the "
+            f"replay began after step {report.start}"
+        )
+        return None
+    return problem
+
+
+def _compare_marks(folder: RunFolder, written: Record) -> str | None:
+    """Whether `last` and `best` name the snapshots that they should.
+
+    A kill may come between a snapshot and its marks, which are then those of the one before. A mark
+    on a snapshot that was removed leads nowhere.
+    """
+    found = [int(path.name[5:]) for path in list_snapshots(folder / "snapshots")]
+    validated = {n: r["val_loss"] for n, r in written.rows.items() if r.get("val_loss") is not None}
+    before = found[-2:] if written.killed else found[-1:]
+    losses = [{n: loss for n, loss in validated.items() if n <= step} for step in before]
+    wanted = {
+        "last": before,
+        "best": [min(some, key=some.__getitem__) for some in losses if some],
+    }
+    for name, numbers in wanted.items():
+        path = folder / "snapshots" / name
+        names = [f"step-{step:08}" for step in numbers]
+        named = path.read_bytes() if path.is_file() else b""
+        match = re.fullmatch(rb"step-(\d+)", named)
+        gone = match is not None and int(match[1]) not in found
+        if named and not gone and named not in [text.encode() for text in names]:
+            return f"{path} does not name the {name} snapshot, {' or '.join(names) or 'of none'}"
     return None
