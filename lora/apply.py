@@ -12,7 +12,7 @@ from ..autograd.ops.gemm import widen
 from ..transformer.init import init_seed
 from ..transformer.layers import Linear
 from ..transformer.model import LanguageModel
-from ..transformer.module import Module
+from ..transformer.module import Module, check_model
 from ..transformer.values import is_number
 from .config import LoRAConfig
 from .linear import LoRALinear, adapt, plain_linear
@@ -32,11 +32,13 @@ class _Applied:
 
 
 def _applied(model: LanguageModel) -> _Applied | None:
+    check_model("LoRA", model)
     return vars(model).get("_lora")
 
 
 def check_plain(what: str, model: LanguageModel) -> None:
-    """Raise ValueError if a model has adapters already."""
+    """Raise TypeError if `model` is no model, ValueError if it has adapters already."""
+    check_model(what, model)
     if (applied := _applied(model)) is not None:
         have = "merged adapters, kept aside" if applied.merged else "adapters"
         raise ValueError(f"{what}: this model has {have}; merge them with keep=False first")
@@ -105,6 +107,7 @@ def lora_config(model: LanguageModel) -> LoRAConfig:
 
 def lora_modules(model: LanguageModel) -> list[tuple[str, LoRALinear]]:
     """(path in the base model, adapted layer), in the model's order."""
+    check_model("LoRA", model)
     return [(n, m) for n, m in model.named_modules() if isinstance(m, LoRALinear)]
 
 
@@ -132,6 +135,7 @@ def lora_param_groups(
     LoRA+ (Hayou et al. 2024, arXiv:2402.12354). Matrices decay, vectors do not. Each run of equal
     settings is a group, so that the groups, one after the other, keep the model's order.
     """
+    check_model("lora_param_groups", model)
     if not (is_number(lora_plus_ratio) and lora_plus_ratio > 0):
         raise ValueError(f"lora_param_groups: the ratio must be positive, not {lora_plus_ratio!r}")
     faster = {id(b) for _, m in lora_modules(model) for b in m.b}
@@ -160,6 +164,7 @@ def merge_lora(model: LanguageModel, keep: bool = True) -> int:
     matrix of its own. What was trainable before `apply_lora` is trainable again. With `keep` the
     adapted layers, whose weights are untouched, wait for `unmerge_lora`.
     """
+    check_model("merge_lora", model)
     modules, applied = lora_modules(model), _applied(model)
     if not modules or applied is None:
         raise ValueError("merge_lora: model has no LoRA adapters")
@@ -201,6 +206,7 @@ def unmerge_lora(model: LanguageModel) -> int:
 
     The adapters are trainable, and the base is frozen.
     """
+    check_model("unmerge_lora", model)
     applied = _applied(model)
     if applied is None or not applied.merged:
         raise ValueError("unmerge_lora: no merged adapters are kept")
@@ -236,6 +242,7 @@ def _untie_config(model: LanguageModel) -> None:
 
 def merged_state_dict(model: LanguageModel) -> dict[str, Any]:
     """The state dict that the merged model would have; the model itself stays as it is."""
+    check_model("merged_state_dict", model)
     if not lora_modules(model):
         raise ValueError("merged_state_dict: model has no LoRA adapters")
     folded = {name: _plain(layer) for name, layer in _folded(model).items()}

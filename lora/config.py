@@ -78,6 +78,9 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         check_fields("LoRAConfig", vars(self), _RULES)
+        for name in ("targets", "use_rslora", "use_dora"):
+            if getattr(self, name) is None:
+                raise ValueError(f"LoRAConfig: {name} is None; it must have a value")
         for name in ("targets", "layers", "modules_to_save"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):

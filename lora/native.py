@@ -15,10 +15,10 @@ import numpy as np
 from ..autograd import Tensor
 from ..autograd.backend import array_module
 from ..autograd.device import beside
-from ..transformer.files import atomic_file, json_object
-from ..transformer.hf import check_finite
+from ..transformer.files import atomic_file, json_object, make_folder
+from ..transformer.hf import check_finite, check_writable
 from ..transformer.model import LanguageModel
-from ..transformer.module import check_names, check_shapes
+from ..transformer.module import check_model, check_names, check_shapes
 from ..transformer.safetensors_io import TensorFile, write_safetensors
 from ..transformer.values import is_number
 from .apply import apply_lora, check_plain, lora_config, lora_modules, saved_modules
@@ -38,14 +38,23 @@ def save_adapter(
     Keys are `{module}.lora_A.{slice}`, `{module}.lora_B.{slice}`, for DoRA also
     `{module}.lora_magnitude_vector.{slice}`, with the module's path in the base model, and the
     paths of what modules_to_save trains. The file holds the config too, so that a config of
-    another adapter in the same folder is noticed.
+    another adapter in the same folder is noticed. ValueError, and nothing is written, if
+    `config` is not the one that was applied, or if a value is not finite.
     """
+    check_model("save_adapter", model)
+    if not isinstance(config, LoRAConfig | None):
+        raise TypeError(f"save_adapter: a LoRAConfig is needed, given a {type(config).__name__}")
     tensors = {name: p.data for name, p in _adapter_tensors(model)}
     if not tensors:
         raise ValueError("model has no LoRA adapters to save")
+    if config is not None and config != lora_config(model):
+        raise ValueError(
+            f"save_adapter: given {config}, but the adapters were made by {lora_config(model)}"
+        )
+    check_writable("save_adapter", tensors)
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = config_text(config or lora_config(model))
+    make_folder("save_adapter", path.parent)
+    text = config_text(lora_config(model))
     write_safetensors(path, tensors, {"format": "afinar-lora", "config": text})
     write_text(path.with_name(ADAPTER_CONFIG), text)
     return path
@@ -71,7 +80,10 @@ def load_adapter(model: LanguageModel, path: str | os.PathLike[str]) -> LoRAConf
     config = _config_from(config_path, text)
     if file.metadata.get("config", text.decode()) != text.decode():
         raise ValueError(f"{config_path} is not the config that {path.name} was saved with")
-    wanted = _wanted_shapes(model, config)
+    try:
+        wanted = _wanted_shapes(model, config)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{config_path}: {error}") from None
     check_names(f"load_adapter {path}", wanted, file.entries)
     check_shapes(f"load_adapter {path}", wanted, {n: e.shape for n, e in file.entries.items()})
     arrays = {name: file.read(name, "F32") for name in wanted}

@@ -125,7 +125,10 @@ def load_adapter_peft(model: LanguageModel, folder: str | os.PathLike[str]) -> L
         config = _config_in(model, folder / CONFIG, values, arrays)
     except re.error as error:
         raise ValueError(f"{folder / CONFIG}: {error.pattern!r} is no pattern ({error})") from None
-    wanted = _wanted_shapes(model, config)
+    try:
+        wanted = _wanted_shapes(model, config)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder / CONFIG}: target_modules: {error}") from None
     check_names(f"load_adapter_peft {folder}", wanted, arrays)
     check_shapes(f"load_adapter_peft {folder}", wanted, {k: a.shape for k, a in arrays.items()})
 
@@ -241,6 +244,11 @@ def _config_in(
     if values.get("ensure_weight_tying") and saved:
         raise ValueError(f"{path}: ensure_weight_tying changes the maths and is not supported")
     adapted = [n for n in own if _peft_adapts(values, n, model.get_module(own[n]))]
+    if not adapted:
+        raise ValueError(
+            f"{path}: target_modules is {values.get('target_modules')!r}, which means no module "
+            f"of this {type(model).__name__}"
+        )
     rank, alpha = (
         {k: v for k, v in (values.get(f"{kind}_pattern") or {}).items() if _used(k, adapted)}
         for kind in ("rank", "alpha")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..transformer.files import atomic_file
+from ..transformer.files import atomic_file, make_folder
 from ..transformer.model import LanguageModel
 from .apply import lora_modules
 from .linear import base_shape
@@ -110,7 +110,7 @@ def write_stacked(
     """Write A, then scale B, as little-endian float32, and a JSON of the shapes beside it."""
     layout, (a, b) = adapter_layout(model), stack_adapter(model)
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder("write_stacked", path.parent)
     with atomic_file(path) as f:
         f.write(a.astype("<f4").tobytes())
         f.write((b * np.float32(layout.scale)).astype("<f4").tobytes())

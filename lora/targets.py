@@ -11,6 +11,7 @@ from ..transformer.decoder import Decoder
 from ..transformer.layers import LayerNorm, Linear, RMSNorm
 from ..transformer.llama import Transformer
 from ..transformer.model import LanguageModel
+from ..transformer.module import check_model
 from .config import LoRAConfig
 
 # What each short name means: in a Decoder a slice (first and last + 1, in units of d_model or of
@@ -74,6 +75,7 @@ def resolve_targets(model: LanguageModel, config: LoRAConfig) -> dict[str, tuple
     a pattern that matches nothing, and if nothing is left to adapt; a TypeError for a target that
     is not a Linear.
     """
+    check_model("LoRA", model)
     names = _names(model)
     found = _in_layers(list(_matches(model, config, names)), names, config)
     _check_disjoint(found, config)

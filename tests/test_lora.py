@@ -23,12 +23,15 @@ from afinar.lora import (
     layer_to_json,
     load_adapter,
     load_adapter_peft,
+    lora_config,
     lora_modules,
     lora_param_groups,
     merge_lora,
     merged_state_dict,
+    resolve_targets,
     save_adapter,
     save_adapter_peft,
+    saved_modules,
     stack_adapter,
     trainable_line,
     unmerge_lora,
@@ -1013,10 +1016,15 @@ def test_a_tied_head_that_was_adapted_is_not_thrown_away(save, tmp_path):
 
 
 def test_factors_that_are_not_finite_are_named(tmp_path):
-    model = decoder()
+    model, new = decoder(), tmp_path / "new" / "adapter.safetensors"
     apply_lora(model, LoRAConfig(r=2, alpha=4, targets=("q", "v")))
-    lora_modules(model)[1][1].b[0].data[3, 1] = np.nan
-    save_adapter(model, tmp_path / "adapter.safetensors")
+    path = save_adapter(model, tmp_path / "adapter.safetensors")
+    factor = lora_modules(model)[1][1].b[0].data
+    factor[3, 1] = np.nan
+    with pytest.raises(ValueError, match=r"save_adapter: .*qkv\.lora_B\.0' at index 7"):
+        save_adapter(model, new)
+    assert not new.parent.exists()
+    rewrite(path, lambda tensors: tensors.update({"blocks.1.attn.qkv.lora_B.0": factor}))
     plain = decoder()
     with pytest.raises(ValueError, match=r"'blocks\.1\.attn\.qkv\.lora_B\.0' at index 7"):
         load_adapter(plain, tmp_path)
@@ -1107,3 +1115,54 @@ def test_the_other_loader_is_named_and_a_second_adapter_refused(tmp_path):
         with pytest.raises(ValueError, match=f"{load.__name__}: this model has adapters"):
             load(model, folder)
     np.testing.assert_array_equal(logits(model), before)
+
+
+def test_what_is_no_model_is_named(tmp_path):
+    for call in (
+        lambda: apply_lora("m", LoRAConfig()),
+        lambda: resolve_targets("m", LoRAConfig()),
+        lambda: merge_lora("m"),
+        lambda: unmerge_lora("m"),
+        lambda: merged_state_dict("m"),
+        lambda: lora_config("m"),
+        lambda: lora_modules("m"),
+        lambda: adapter_params("m"),
+        lambda: saved_modules("m"),
+        lambda: lora_param_groups("m", 1e-3),
+        lambda: save_adapter("m", tmp_path / "a.safetensors"),
+        lambda: save_adapter_peft("m", tmp_path / "a"),
+        lambda: load_adapter("m", tmp_path),
+        lambda: load_adapter_peft("m", tmp_path),
+        lambda: write_stacked("m", tmp_path / "a"),
+        lambda: describe("m"),
+        lambda: trainable_line("m"),
+    ):
+        with pytest.raises(TypeError, match=r"^\w+: a model is needed, given a str$"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_adapter_is_saved_with_its_own_config_alone(tmp_path):
+    model = decoder()
+    apply_lora(model, QV)
+    with pytest.raises(ValueError, match="save_adapter: given LoRAConfig"):
+        save_adapter(model, tmp_path / "a.safetensors", LoRAConfig(r=QV.r + 1, targets=("q", "v")))
+    with pytest.raises(TypeError, match="a LoRAConfig is needed, given a dict"):
+        save_adapter(model, tmp_path / "a.safetensors", {"r": 2})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("targets", [None, [], ["zz"], ["ln1"], "zz"])
+def test_targets_in_a_file_that_mean_nothing_name_the_file(targets, tmp_path):
+    path = saved(tmp_path)
+    file = path.with_name("adapter_config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"targets": targets}))
+    tensors = TensorFile(path)
+    arrays = {name: tensors.read(name) for name in tensors.entries}
+    write_safetensors(path, arrays, {"config": file.read_text()})
+    model = decoder()
+    with pytest.raises(
+        ValueError, match=rf"{re.escape(str(file))}: .*(targets|ln1 is a LayerNorm)"
+    ):
+        load_adapter(model, path)
+    assert not lora_modules(model)

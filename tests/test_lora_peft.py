@@ -13,6 +13,7 @@ from afinar.lora import (
     apply_lora,
     load_adapter_peft,
     lora_modules,
+    save_adapter,
     save_adapter_peft,
 )
 from afinar.transformer import Transformer, TransformerConfig
@@ -341,8 +342,17 @@ def test_folders_that_hold_no_adapter(tmp_path):
 def test_factors_that_are_not_finite_are_named(tmp_path):
     source = llama()
     apply_lora(source, LoRAConfig(r=2))
-    lora_modules(source)[0][1].a[0].data[1, 2] = np.inf
     save_adapter_peft(source, tmp_path)
+    lora_modules(source)[0][1].a[0].data[1, 2] = np.inf
+    with pytest.raises(ValueError, match=r"save_adapter_peft: .*lora_A\.weight' at index 10"):
+        save_adapter_peft(source, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    path = tmp_path / "adapter_model.safetensors"
+    file = TensorFile(path)
+    tensors = {n: file.read(n) for n in file.entries}
+    name = next(n for n in tensors if "layers.0" in n and n.endswith("q_proj.lora_A.weight"))
+    tensors[name][1, 2] = np.inf
+    write_safetensors(path, tensors, file.metadata)
     model = llama()
     with pytest.raises(ValueError, match=r"layers\.0.*q_proj\.lora_A\.weight' at index 10"):
         load_adapter_peft(model, tmp_path)
@@ -371,3 +381,33 @@ def test_copies_of_the_base_beside_the_factors(tmp_path):
             with pytest.raises(ValueError, match="is another base's"):
                 load_adapter_peft(model, folder)
             assert not lora_modules(model)
+
+
+@pytest.mark.parametrize("value", [None, [], "", ["zz"], "zz.*", ["model.norm"], ["model.layers"]])
+def test_targets_that_mean_no_matrix_name_file_and_field(value, tmp_path):
+    folder = folder_of(llama(), LoRAConfig(r=2), tmp_path)
+    edit_config(folder, target_modules=value)
+    model = llama()
+    message = rf"{re.escape(str(folder))}/adapter_config\.json: target_modules"
+    with pytest.raises(ValueError, match=message) as error:
+        load_adapter_peft(model, folder)
+    assert "\n" not in str(error.value)
+    assert not lora_modules(model)
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    model = llama()
+    apply_lora(model, LoRAConfig(r=2))
+    for save, path in (
+        (save_adapter_peft, tmp_path / "file"),
+        (save_adapter_peft, tmp_path / "file" / "below"),
+        (save_adapter, tmp_path / "file" / "adapter.safetensors"),
+    ):
+        with pytest.raises(ValueError, match=rf"{save.__name__}: .*file is a file; a folder is ne"):
+            save(model, path)
+    with pytest.raises(ValueError, match="is a folder; the name of a file is needed"):
+        save_adapter(model, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(FileNotFoundError, match=r"load_adapter_peft: .*file is not a folder"):
+        load_adapter_peft(llama(), tmp_path / "file")
