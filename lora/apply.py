@@ -9,7 +9,7 @@ from typing import Any
 from ..autograd import Tensor
 from ..autograd.backend import FLOATS
 from ..autograd.ops.gemm import widen
-from ..transformer.init import init_seed
+from ..transformer.init import chosen_seed
 from ..transformer.layers import Linear
 from ..transformer.model import LanguageModel
 from ..transformer.module import Module, check_model
@@ -53,7 +53,7 @@ def apply_lora(model: LanguageModel, config: LoRAConfig, seed: int | None = None
     if not isinstance(config, LoRAConfig):
         raise TypeError(f"apply_lora: a LoRAConfig is needed, given a {type(config).__name__}")
     check_plain("apply_lora", model)
-    seed = init_seed() if seed is None else seed
+    seed = chosen_seed("apply_lora", seed)
     targets = resolve_targets(model, config)
     saved = resolve_saved(model, config)
     _check_saved(model, saved)
@@ -136,6 +136,11 @@ def lora_param_groups(
     settings is a group, so that the groups, one after the other, keep the model's order.
     """
     check_model("lora_param_groups", model)
+    if not (is_number(lr) and is_number(weight_decay)):
+        raise ValueError(
+            "lora_param_groups: lr and weight_decay must be numbers, given "
+            f"{lr!r} and {weight_decay!r}"
+        )
     if not (is_number(lora_plus_ratio) and lora_plus_ratio > 0):
         raise ValueError(f"lora_param_groups: the ratio must be positive, not {lora_plus_ratio!r}")
     faster = {id(b) for _, m in lora_modules(model) for b in m.b}

@@ -58,6 +58,8 @@ class LoRALinear(Module):
         seed: int = 0,
         name: str = "",
     ):
+        if not isinstance(base, Linear | QuantizedLinear):
+            raise TypeError(f"LoRALinear: a Linear is needed, given a {type(base).__name__}")
         O = base_shape(base)[0]  # noqa: E741
         self.slices = tuple(slices) if slices is not None else ((0, O),)
         if not self.slices:

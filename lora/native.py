@@ -171,6 +171,8 @@ def layer_to_json(layer: LoRALinear) -> str:
     The factors are flat lists, row by row. A layer of several slices, or with DoRA, has no such
     form: ValueError.
     """
+    if not isinstance(layer, LoRALinear):
+        raise TypeError(f"layer_to_json: a LoRALinear is needed, given a {type(layer).__name__}")
     if len(layer.slices) != 1 or layer.m:
         raise ValueError("layer_to_json: one plain pair of factors needed")
     a, b = layer.a[0].data, layer.b[0].data
@@ -195,7 +197,7 @@ def layer_from_json(text: str, base: Base) -> LoRALinear:
     """
     try:
         v = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"layer_from_json: not JSON ({error})") from None
     if not isinstance(v, dict):
         raise ValueError(f"layer_from_json: an object is needed, given a {type(v).__name__}")

@@ -40,6 +40,8 @@ def save_adapter_peft(
     ValueError, and nothing is written, if a value is not finite.
     """
     check_model("save_adapter_peft", model)
+    if not isinstance(base_model_name, str | None):
+        raise TypeError(f"save_adapter_peft: base_model_name is a string, not {base_model_name!r}")
     modules = lora_modules(model)
     if not modules:
         raise ValueError("model has no LoRA adapters to save")

@@ -51,5 +51,7 @@ def adapter_json(
     config: LoRAConfig, base_model: str, extra: Mapping[str, Any] | None = None
 ) -> str:
     """The JSON that travels with a published adapter: what it is and what it goes onto."""
+    if not isinstance(config, LoRAConfig):
+        raise TypeError(f"adapter_json: a LoRAConfig is needed, given a {type(config).__name__}")
     payload = {"lora": config.to_dict(), "base_model": base_model, **(extra or {})}
     return json.dumps(payload, indent=2) + "\n"

@@ -1166,3 +1166,26 @@ def test_targets_in_a_file_that_mean_nothing_name_the_file(targets, tmp_path):
     ):
         load_adapter(model, path)
     assert not lora_modules(model)
+
+
+def test_arguments_of_the_wrong_kind_are_named(tmp_path):
+    model = decoder()
+    with pytest.raises(TypeError, match="apply_lora: a LoRAConfig is needed, given a dict"):
+        apply_lora(model, {"r": 2})
+    with pytest.raises(TypeError, match="apply_lora: the seed must be an integer, given 'x'"):
+        apply_lora(model, QV, seed="x")
+    assert not lora_modules(model)
+    apply_lora(model, QV)
+    with pytest.raises(ValueError, match="lr and weight_decay must be numbers, given 'x' and 0"):
+        lora_param_groups(model, "x")
+    with pytest.raises(TypeError, match="base_model_name is a string, not 5"):
+        save_adapter_peft(model, tmp_path / "new", 5)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(TypeError, match="layer_to_json: a LoRALinear is needed, given a str"):
+        layer_to_json("x")
+    with pytest.raises(ValueError, match="layer_from_json: not JSON"):
+        layer_from_json(5, Linear(2, 3))
+    with pytest.raises(TypeError, match="adapter_json: a LoRAConfig is needed, given a str"):
+        adapter_json("x", "base")
+    with pytest.raises(TypeError, match="LoRALinear: a Linear is needed, given a str"):
+        LoRALinear("x", 2, 4)

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from afinar.autograd import Tensor, no_grad, rope_table
-from afinar.transformer import Module, Transformer, TransformerConfig, lock_init_seed
+from afinar.transformer import (
+    Decoder,
+    DecoderConfig,
+    Module,
+    Transformer,
+    TransformerConfig,
+    generate,
+    lock_init_seed,
+    preset,
+)
 from afinar.transformer.layers import Linear
 
 TINY = TransformerConfig.tiny()
@@ -171,8 +180,8 @@ def test_hugging_face_names():
         "qwen3_4b": ("Qwen3ForCausalLM", "qwen3"),
         "codebert": ("BertModel", "roberta"),
     }
-    for preset, (architecture, kind) in names.items():
-        config = getattr(TransformerConfig, preset)()
+    for name, (architecture, kind) in names.items():
+        config = getattr(TransformerConfig, name)()
         assert (config.hf_architecture_name, config.hf_model_type_name) == (architecture, kind)
 
 
@@ -397,3 +406,25 @@ def test_llama_3_frequencies():
         rope_table(np.arange(9), 8, 100.0)[0][2],
         rtol=1e-6,
     )
+
+
+def test_arguments_of_the_wrong_kind_are_named():
+    model = Transformer(TINY, seed=0)
+    for make, message in (
+        (lambda: Transformer({}), "Transformer: a TransformerConfig is needed, given a dict"),
+        (lambda: Transformer(DecoderConfig()), "a TransformerConfig is needed, given a DecoderC"),
+        (lambda: Decoder(TINY), "Decoder: a DecoderConfig is needed, given a TransformerConfig"),
+        (lambda: Transformer(TINY, seed="x"), "Transformer: the seed must be an integer"),
+        (lambda: Transformer(TINY, seed=1.0), "the seed must be an integer, given 1.0"),
+        (lambda: TransformerConfig.from_dict([1]), "a dict is needed, given a list"),
+        (lambda: TransformerConfig.from_apr_metadata([1]), "a dict is needed, given a list"),
+        (lambda: generate(model, [1]), r"^generate missing 1 required .* 'max_new_tokens'"),
+        (lambda: generate(model, [1], max_new_tokens=1, n=1), r"^generate got .* argument 'n'"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            make()
+    for call, name in ((model, "ids"), (lambda x: model.loss([[1], [2]], x), "targets")):
+        with pytest.raises(ValueError, match=f"^{name}: rows of one length are needed"):
+            call([[1], [1, 2]])
+    with pytest.raises(ValueError, match="preset: unknown name"):
+        preset(["tiny"])

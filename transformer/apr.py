@@ -326,7 +326,7 @@ def load_apr(path: str | os.PathLike[str], dtype: str = "float32") -> Transforme
     A head without values stands for a tied one. Tensors named `__training__.…` are passed over.
     Raises ValueError as `read_apr` does, and for tensors that do not make up the model.
     """
-    if dtype not in STORAGE:
+    if not isinstance(dtype, str) or dtype not in STORAGE:
         raise ValueError(f'load_apr: dtype is "float32" or "bfloat16", not {dtype!r}')
     metadata, entries = read_apr(path)
     head = "lm_head.weight"

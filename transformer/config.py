@@ -214,6 +214,10 @@ class TransformerConfig:
     @classmethod
     def from_apr_metadata(cls, metadata: Mapping[str, Any]) -> TransformerConfig | None:
         """From the metadata of an APR file; None if a size is missing from it."""
+        if not isinstance(metadata, Mapping):
+            raise TypeError(
+                f"from_apr_metadata: a dict is needed, given a {type(metadata).__name__}"
+            )
         need = ("hidden_size", "num_heads", "num_layers", "vocab_size", "intermediate_size")
         if any(metadata.get(name) is None for name in need):
             return None

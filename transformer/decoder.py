@@ -117,7 +117,7 @@ _PRESETS = {
 
 def preset(name: str) -> DecoderConfig:
     """The shape called "tiny" (5.3 M parameters), "small" (39 M) or "medium" (115 M)."""
-    if name not in _PRESETS:
+    if not isinstance(name, str) or name not in _PRESETS:
         raise ValueError(f"preset: unknown name {name!r}; known: {', '.join(_PRESETS)}")
     return _PRESETS[name]
 
@@ -143,6 +143,8 @@ class Decoder(LanguageModel):
     ignore_index = PAD
 
     def _build(self, config: DecoderConfig) -> None:
+        if not isinstance(config, DecoderConfig):
+            raise TypeError(f"Decoder: a DecoderConfig is needed, given a {type(config).__name__}")
         self.config = config
         self.tokens = Embedding(config.vocab, config.d_model)
         learned = config.pos == "learned"

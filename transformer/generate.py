@@ -132,7 +132,10 @@ def generate(model: LanguageModel, ids: Any, **options: Any) -> Any:
 def stream(model: LanguageModel, ids: Any, **options: Any) -> Iterator[list[int | None]]:
     """As `generate`, step by step: the next id of each sequence, None for those that have ended."""
     check_model("generate", model, LanguageModel)
-    chosen = Options(**options)
+    try:
+        chosen = Options(**options)
+    except TypeError as error:
+        raise TypeError(str(error).replace("Options.__init__()", "generate")) from None
     rows, _ = _rows(ids, model.config.vocab_size)
     limit, longest = model.config.max_position_embeddings, max(map(len, rows))
     if longest + chosen.max_new_tokens > limit:

@@ -42,7 +42,7 @@ def load_pretrained(
     tensors are not those of the model that config.json describes, if one is not finite, or if
     that model has an architecture or a setting that is not implemented.
     """
-    if dtype not in STORAGE:
+    if not isinstance(dtype, str) or dtype not in STORAGE:
         raise ValueError(f'load_pretrained: dtype is "float32" or "bfloat16", not {dtype!r}')
     source = read_config(folder)
     try:
@@ -212,7 +212,7 @@ def save_pretrained(
         raise TypeError(
             f"save_pretrained: a Transformer or a Decoder is needed, given a {type(model).__name__}"
         )
-    if dtype is not None and dtype not in STORAGE:
+    if dtype is not None and not (isinstance(dtype, str) and dtype in STORAGE):
         raise ValueError(f'save_pretrained: dtype is "float32" or "bfloat16", not {dtype!r}')
     limit = None if max_shard_size is None else shard_limit(max_shard_size)
     state = model.state_dict() if state is None else state

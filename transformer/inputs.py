@@ -9,9 +9,17 @@ from typing import Any
 import numpy as np
 
 
+def as_ids(what: str, ids: Any) -> np.ndarray:
+    """`ids` as an array; ValueError if its rows are of several lengths."""
+    try:
+        return np.asarray(ids)
+    except ValueError:
+        raise ValueError(f"{what}: rows of one length are needed; pad the shorter ones") from None
+
+
 def check_ids(ids: Any, vocab_size: int) -> np.ndarray:
     """`ids` as an integer array (B, T) of at least one token, all inside the vocabulary."""
-    ids = np.asarray(ids)
+    ids = as_ids("ids", ids)
     if ids.size == 0:
         raise ValueError(f"ids: at least one token is needed, given shape {ids.shape}")
     if ids.dtype.kind not in "iu":

@@ -139,6 +139,10 @@ class Transformer(LanguageModel):
 
 def check_supported(config: TransformerConfig) -> None:
     """Raise ValueError, by name, for a config that this architecture cannot run."""
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(
+            f"Transformer: a TransformerConfig is needed, given a {type(config).__name__}"
+        )
     if config.architecture == "encoder":
         raise ValueError(
             f"Transformer: {config.hf_architecture_name} is an encoder (codebert); "

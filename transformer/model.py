@@ -11,6 +11,7 @@ import numpy as np
 
 from ..autograd import Tensor, checkpoint, cross_entropy, linear_cross_entropy
 from .dropout import call_scope
+from .inputs import as_ids
 from .layers import Linear
 from .module import Module
 
@@ -83,7 +84,7 @@ class LanguageModel(Module):
         not given. Raises ValueError for no ids, an id outside the vocabulary, or a position
         beyond what the model has.
         """
-        ids = np.asarray(ids)
+        ids = as_ids("ids", ids)
         with call_scope():
             if ids.ndim != 1:
                 return self.lm_head(self.hidden(ids, positions, segments, cache))
@@ -104,10 +105,10 @@ class LanguageModel(Module):
 
         ids (B, T), targets (B, T) -> ()      0 if none counts
         """
-        targets = np.asarray(targets)
-        if targets.shape != np.shape(ids):
+        ids, targets = as_ids("ids", ids), as_ids("targets", targets)
+        if targets.shape != ids.shape:
             raise ValueError(
-                f"loss: ids {np.shape(ids)} need targets of that shape, given {targets.shape}"
+                f"loss: ids {ids.shape} need targets of that shape, given {targets.shape}"
             )
         ignored = self.ignore_index if ignore_index is None else ignore_index
         options = {"ignore_index": ignored, "reduction": reduction}
