@@ -102,7 +102,8 @@ def test_a_run_folder_holds_what_it_should(run):
 
 def test_the_record_holds_only_what_is_equal_everywhere(run):
     record = json.loads((run / "digests.json").read_text())
-    assert set(record) == {"seed", "settings", "data", "tokenizer", "model", "steps"}
+    head = {"seed", "settings", "data", "tokenizer", "model", "config", "files"}
+    assert set(record) == {*head, "steps"}
     assert [r["step"] for r in record["steps"]] == [0, 2, 3, 4, 6]
     assert record["steps"][0]["weights"] == record["model"]
     assert set(record["steps"][0]) == {"step", "weights", "optimizer", "tensors"}

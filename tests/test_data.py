@@ -263,8 +263,12 @@ def test_the_hash_names_content_and_paths(tmp_path):
     file.write_text("x" * 49 + "y")
     assert load(file).sha256 != first
     file.write_text("x" * 50)
-    changed = load(file).sha256
-    assert load(file.rename(tmp_path / "b.txt")).sha256 == changed  # its name is no data
+    again = load(file.rename(tmp_path / "b.txt"))
+    assert again.sha256 == first  # the name of a lone file is no data
+    (tmp_path / "c.txt").write_text("z" * 50)
+    both = load(tmp_path).sha256
+    (tmp_path / "c.txt").rename(tmp_path / "a.txt")
+    assert load(tmp_path).sha256 != both
 
 
 def test_held_out_lines_are_valid_jsonl_or_the_last_twentieth(tmp_path):
@@ -381,3 +385,12 @@ def test_a_packed_document_is_computed_as_if_alone():
         for segment, d in enumerate(members):
             alone = model(np.array(documents[d][0][:-1]))
             np.testing.assert_array_equal(logits[batch.segments[0] == segment], alone.data)
+
+
+def test_half_a_pair_of_surrogates_is_named(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"text": "\\ud83d\\ude00 whole"}\n' * 4)
+    assert load(path).train is not None
+    path.write_text('{"text": "a whole line"}\n{"text": "a \\uD800 b"}\n')
+    with pytest.raises(ValueError, match=r"d\.jsonl:2: an escape .* half of a pair"):
+        load(path)

@@ -43,10 +43,11 @@ def generate(args: Namespace) -> int:
         ids = tokenizer.encode(tokenizer.render(messages, generate=True))
     else:
         ids = tokenizer.encode(args.prompt)
-        say(args.prompt, end="")
     ids, _ = one_bos(tokenizer, ids, [])
     if not ids:
         raise ValueError("--prompt is empty; this model needs a beginning")
+    if "" in (args.stop or []):
+        raise ValueError("--stop is empty; a text is needed")
     steps = stream(
         model,
         ids,
@@ -58,6 +59,8 @@ def generate(args: Namespace) -> int:
         stop=end_ids(args.model, tokenizer),
         seed=args.seed,
     )
+    if not args.chat:
+        say(args.prompt, end="")
     for text in until((step[0] for step in steps), Stream(tokenizer), args.stop or []):
         say(text, end="")
     say()
@@ -95,6 +98,9 @@ def eval(args: Namespace) -> int:
 
     _threads(args)
     model, tokenizer = _open(args.model, args.adapter, args.storage, args.device)
+    limit = model.config.max_position_embeddings
+    if args.seq_len > limit:
+        raise ValueError(f"--seq-len is {args.seq_len}; the model has {limit} positions")
     data = load_data(
         args.data,
         tokenizer,

@@ -240,6 +240,13 @@ def _parse(line: bytes, where: str) -> dict:
         raise ValueError(f"{where}: not JSON ({error})") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: a JSON object is needed, not a {type(row).__name__}")
+    if b"\\ud" in line.lower():  # an escape may be half of a pair, which is no character
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{where}: an escape \\ud... is half of a pair of surrogates, not a character"
+            ) from None
     return row
 
 

@@ -89,6 +89,7 @@ class Session:
         session = cls(run, folder, stream)
         session._introduce()
         session.records.append(record(run))
+        (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run whose record is lost
         folder.write("run.toml", dataclasses.replace(settings, out=None).toml())
         session._write_record()
         session._copy_tokenizer()

@@ -31,6 +31,7 @@ from ..autograd.device import beside
 from ..optim.optimizer import tensors_sha256, weights_sha256
 from ..transformer.module import check_names, check_shapes
 from ..transformer.safetensors_io import TensorFile, atomic_file, write_safetensors
+from ..transformer.values import is_whole
 from .trainer import TransformerTrainer
 
 FORMAT = "afinar-snapshot-1"
@@ -83,6 +84,9 @@ def save_snapshot(
     State is that of the begun window's start. The last `keep` snapshots stay, and the one that
     `best` marked last. RuntimeError if it cannot be written; the snapshots before are then intact.
     """
+    check_trainer("save_snapshot", trainer)
+    if not is_whole(keep):
+        raise TypeError(f"save_snapshot: keep is {keep!r}; a whole number is needed")
     if keep < 1:
         raise ValueError(f"save_snapshot: at least 1 snapshot must be kept, given {keep}")
     folder = Path(folder)
@@ -115,7 +119,10 @@ def _write(folder: Path, trainer: TransformerTrainer, more: dict[str, Any]) -> N
         write_safetensors(folder / f"{name}.safetensors", tensors)
     state = {**snapshot_state(trainer), "more": more}
     state["files"] = {p.name: _file_sha256(p) for p in sorted(folder.glob("*.safetensors"))}
-    text = json.dumps(state, indent=1, default=_json_value)
+    try:
+        text = json.dumps(state, indent=1, default=_json_value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"save_snapshot: more has a value that JSON has not: {error}") from None
     whole = {"sha256": _sha256(text.encode()), "state": text}
     with atomic_file(folder / "state.json") as f:
         f.write(json.dumps(whole).encode())
@@ -332,6 +339,13 @@ def _check_state(snapshot: Snapshot, trainer: TransformerTrainer) -> None:
         _check_kinds(path, f"the state of the callback {name}", value, {})
 
 
+def check_trainer(what: str, trainer: Any) -> None:
+    """Raise TypeError if `trainer` is none."""
+    if not isinstance(trainer, TransformerTrainer):
+        kind = type(trainer).__name__
+        raise TypeError(f"{what}: a TransformerTrainer is needed, given a {kind}")
+
+
 def load_snapshot(
     path: str | os.PathLike[str], trainer: TransformerTrainer, which: str = "last"
 ) -> Snapshot:
@@ -342,6 +356,7 @@ def load_snapshot(
     Raises ValueError, before anything is changed, if there is none, or if it is of another model,
     other frozen weights, or of settings that compute something else.
     """
+    check_trainer("load_snapshot", trainer)
     snapshot = _find(Path(path), which)
     _check_state(snapshot, trainer)
     _compare(snapshot, trainer)

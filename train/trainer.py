@@ -76,6 +76,7 @@ class TransformerTrainer:
     """
 
     def __init__(self, config: TransformerTrainConfig):
+        _check_config(config)
         shape = config.model_config
         with lock_init_seed(config.seed):
             if isinstance(shape, DecoderConfig):
@@ -92,6 +93,7 @@ class TransformerTrainer:
     @classmethod
     def with_model(cls, model: Any, config: TransformerTrainConfig) -> TransformerTrainer:
         """A trainer of this model, which may carry adapters already."""
+        _check_config(config)
         trainer = cls.__new__(cls)
         trainer._build(config, model)
         return trainer
@@ -221,6 +223,7 @@ class TransformerTrainer:
 
         Returns the mean loss over its tokens that count; 0 if there are none.
         """
+        _check_batch("train_batch", batch)
         if batch.batch_size == 0:
             return 0.0
         loss = self.compute_batch_gradients(batch)
@@ -230,6 +233,7 @@ class TransformerTrainer:
 
     def compute_batch_gradients(self, batch: LMBatch) -> float:
         """Add the gradient of the summed loss of one micro-batch; returns its mean loss."""
+        _check_batch("compute_batch_gradients", batch)
         if batch.seq_len > self.config.max_seq_len:
             raise ValueError(
                 f"train_batch: sequences of {batch.seq_len} tokens, max_seq_len is "
@@ -518,6 +522,19 @@ class TransformerTrainer:
         self.metrics = MetricsTracker(**state["metrics"])
         self.optimizer.zero_grad()
         self._forget_window()
+
+
+def _check_config(config: Any) -> None:
+    if not isinstance(config, TransformerTrainConfig):
+        kind = type(config).__name__
+        raise TypeError(
+            f"TransformerTrainer: config is a {kind}; a TransformerTrainConfig is needed"
+        )
+
+
+def _check_batch(what: str, batch: Any) -> None:
+    if not isinstance(batch, LMBatch):
+        raise TypeError(f"{what}: batch is a {type(batch).__name__}; an LMBatch is needed")
 
 
 def _lora_config(config: TransformerTrainConfig) -> LoRAConfig:

@@ -24,6 +24,7 @@ from typing import Any
 from ..autograd import set_num_threads
 from ..optim import weights_sha256
 from ..transformer.safetensors_io import TensorFile
+from ..transformer.values import is_whole
 from .bits import device_for, keeps_mode
 from .data import STDLIB, find_files, hash_files
 from .environment import environment
@@ -131,6 +132,9 @@ def verify(
     far as it went. Raises ValueError or FileNotFoundError if the run's data or the weights it
     started from are missing.
     """
+    for name, step in (("start", start), ("stop", stop)):
+        if step is not None and not is_whole(step):
+            raise TypeError(f"verify: {name} is {step!r}; a whole number is needed")
     folder = RunFolder.open(run)
     if threads is not None:
         set_num_threads(threads)
