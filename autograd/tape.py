@@ -106,9 +106,10 @@ def op(fn: Callable | None = None, *, needs: bool = False, register: bool = True
     if fn is None:
         return functools.partial(op, needs=needs, register=register)
 
-    parameters = inspect.signature(fn).parameters.values()
+    signature = inspect.signature(fn)
+    parameters = [p for p in signature.parameters.values() if p.name != "needs"]
     positional = [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "needs"]
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
     @functools.wraps(fn)
@@ -141,6 +142,8 @@ def op(fn: Callable | None = None, *, needs: bool = False, register: bool = True
             result.node = Node(fn.__name__, out, parents, vjp)
         return result
 
+    # What `help` shows: what a caller gives.
+    apply.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
     if register:
         OPS[fn.__name__] = apply
     return apply

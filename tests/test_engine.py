@@ -1,6 +1,7 @@
 """The engine cases that users of such engines report, each by name."""
 
 import gc
+import inspect
 import resource
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from afinar.autograd import Tensor, checkpoint, gelu, no_grad, stack, where
+from afinar.autograd import OPS, Tensor, checkpoint, gelu, no_grad, stack, where
 from afinar.autograd.tape import op
 
 
@@ -336,3 +337,9 @@ def test_options_may_be_given_by_position():
     assert np.array_equal(gelu(x, "tanh").data, gelu(x, approximate="tanh").data)
     with pytest.raises(TypeError, match="1 arguments too many"):
         gelu(x, "tanh", 1)
+
+
+def test_the_signature_of_an_op_is_what_a_caller_gives():
+    for name, op in OPS.items():
+        assert "needs" not in inspect.signature(op).parameters, name
+    assert list(inspect.signature(OPS["rms_norm"]).parameters) == ["x", "weight", "eps"]
