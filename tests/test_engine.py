@@ -340,6 +340,6 @@ def test_options_may_be_given_by_position():
 
 
 def test_the_signature_of_an_op_is_what_a_caller_gives():
-    for name, op in OPS.items():
-        assert "needs" not in inspect.signature(op).parameters, name
+    for name, made in OPS.items():
+        assert "needs" not in inspect.signature(made).parameters, name
     assert list(inspect.signature(OPS["rms_norm"]).parameters) == ["x", "weight", "eps"]
