@@ -292,6 +292,7 @@ CHANGES = [
     lambda s: s["digests"].update(weights="0"),
     lambda s: s["files"].pop("moments.safetensors"),
     lambda s: s.update(foo=1),
+    lambda s: s.update(foo=None),
 ]
 
 

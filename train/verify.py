@@ -6,16 +6,14 @@ without `deterministic` that holds on processors of one kind. A GPU has bits of 
 `deterministic`; its records say so. A replay needs the version of afinar that made the record.
 
 Compared are the settings, the data, the tokenizer and the weights that training began with, every
-row of metrics.jsonl, every record of digests.json, every snapshot and the model; not what is made
-from them (metrics.csv, loss.svg, sample.txt) nor what may differ (environment.json).
+row of metrics.jsonl, every record of digests.json, every snapshot, the model and the files beside
+it; not what is made from them (metrics.csv, loss.svg, sample.txt) nor what may differ
+(environment.json).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +21,6 @@ from typing import Any
 
 from ..autograd import set_num_threads
 from ..optim import weights_sha256
-from ..transformer.safetensors_io import TensorFile
 from ..transformer.values import is_whole
 from .bits import device_for, keeps_mode
 from .data import STDLIB, find_files, hash_files
@@ -41,19 +38,10 @@ from .run import (
     steps,
 )
 from .settings import Settings
-from .snapshot import (
-    DamagedError,
-    list_snapshots,
-    load_snapshot,
-    read_snapshot,
-    snapshot_arrays,
-    snapshot_state,
-)
+from .snapshot import DamagedError, list_snapshots
 from .text import folder_files, tokenizer_sha256
 from .verify_model import compare_copies, compare_model, model_files
-
-# What of a trainer's settings a resumed run may change.
-_FREE_CONFIG = ("device", "checkpoint_config")
+from .verify_snapshots import compare_marks, compare_snapshot, load_snapshot_of
 
 
 @dataclass
@@ -174,7 +162,7 @@ def verify(
     ends: dict[int, str] = {}  # the weights at the steps that the model in the folder may be of
     try:
         if report.start:
-            _load(snapshots[report.start], replay)
+            load_snapshot_of(snapshots[report.start], replay)
         problem = _replay(replay, report, written, snapshots, ends, on_step)
     except DamagedError as error:  # a snapshot is not what was written
         problem = str(error)
@@ -259,18 +247,6 @@ def _changed(settings: Settings, head: dict[str, Any]) -> str | None:
 # --- what was done -------------------------------------------------------------------------
 
 
-def _load(path: Path, run: Run) -> None:
-    """Go to the snapshot's step; DamagedError if it is not of this run."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # the comparison finds what differs
-            load_snapshot(path, run.trainer)
-    except ValueError as error:
-        raise DamagedError(str(error)) from None
-    if run.trainer.windows != int(path.name[5:]):
-        raise DamagedError(f"{path} holds the state after step {run.trainer.windows}")
-    run.step = run.trainer.windows
-
-
 def _replay(
     run: Run,
     report: Report,
@@ -290,7 +266,7 @@ def _replay(
             ends[run.step] = weights_sha256(run.model)
         if run.step not in snapshots:
             return None
-        return _compare_snapshot(snapshots[run.step], run, written.made_by)
+        return compare_snapshot(snapshots[run.step], run, written.made_by)
 
     if problem := here():
         return problem
@@ -301,38 +277,6 @@ def _replay(
     if run.step < report.stop:
         return f"step {run.step}: --patience ends the run here, the record goes on"
     return None
-
-
-def _compare_snapshot(path: Path, run: Run, made_by: str | None) -> str | None:
-    """Whether a snapshot holds the state of this step, saved by this afinar or by `made_by`."""
-    snapshot, own = read_snapshot(path), snapshot_state(run.trainer)
-    arrays = snapshot_arrays(run.trainer)
-    expected = sorted(f"{name}.safetensors" for name in arrays)
-    if sorted(snapshot.state["files"]) != expected:
-        return f"step {run.step}: the snapshot {path} departs in its files"
-    for name, tensors in arrays.items():
-        file = TensorFile(path / f"{name}.safetensors")
-        for key in {**tensors, **file.entries}:
-            same = key in tensors and key in file.entries
-            if not same or file.read(key).tobytes() != tensors[key].tobytes():
-                return f"step {run.step}: the snapshot {path} departs in {key}"
-    own["more"] = run.mark()
-    for state in (snapshot.state, own):
-        state.pop("files", None)
-        state["config"] = {k: v for k, v in state["config"].items() if k not in _FREE_CONFIG}
-    for what in {**own, **snapshot.state}:
-        recorded, replayed = snapshot.state.get(what), own.get(what)
-        if what == "version" and recorded == made_by:
-            continue
-        if _text(recorded) != _text(replayed):
-            if what == "more":
-                return f"step {run.step}: the snapshot {path} says that it is of another run"
-            return f"step {run.step}: the snapshot {path} departs in the state of the {what}"
-    return None
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
 
 
 def _compare_row(recorded: dict | None, row: dict) -> str | None:
@@ -379,7 +323,7 @@ def _final(
         if run.complete or not written.killed:
             return f"digests.json goes on to step {beyond}, the run ended at {written.last}"
         report.notes.append(f"digests.json goes on to step {beyond}, metrics.jsonl does not")
-    if problem := _compare_marks(folder, written):
+    if problem := compare_marks(folder / "snapshots", written.rows, written.killed):
         return problem
     if folder.is_cut_off() and run.complete:
         return f"metrics.jsonl goes on after step {run.step}, the last of the run"
@@ -399,28 +343,3 @@ def _final(
         )
         return None
     return problem
-
-
-def _compare_marks(folder: RunFolder, written: Record) -> str | None:
-    """Whether `last` and `best` name the snapshots that they should.
-
-    A kill may come between a snapshot and its marks, which are then those of the one before. A mark
-    on a snapshot that was removed leads nowhere.
-    """
-    found = [int(path.name[5:]) for path in list_snapshots(folder / "snapshots")]
-    validated = {n: r["val_loss"] for n, r in written.rows.items() if r.get("val_loss") is not None}
-    before = found[-2:] if written.killed else found[-1:]
-    losses = [{n: loss for n, loss in validated.items() if n <= step} for step in before]
-    wanted = {
-        "last": before,
-        "best": [min(some, key=some.__getitem__) for some in losses if some],
-    }
-    for name, numbers in wanted.items():
-        path = folder / "snapshots" / name
-        names = [f"step-{step:08}" for step in numbers]
-        named = path.read_bytes() if path.is_file() else b""
-        match = re.fullmatch(rb"step-(\d+)", named)
-        gone = match is not None and int(match[1]) not in found
-        if named and not gone and named not in [text.encode() for text in names]:
-            return f"{path} does not name the {name} snapshot, {' or '.join(names) or 'of none'}"
-    return None

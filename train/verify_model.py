@@ -85,13 +85,15 @@ def _compare_json(path: Path, expected: dict[str, Any]) -> str | None:
     found = read_json(path)
     for key in {**expected, **found}:
         if key not in expected:
-            return f"{path.name}: {key} is {_text(found[key])}, the run has written none"
+            return f"{path.name}: {key} is {as_text(found[key])}, the run has written none"
         if key not in found:
-            return f"{path.name}: {key} is missing, the run's is {_text(expected[key])}"
-        if _text(found[key]) != _text(expected[key]):
-            return f"{path.name}: {key} is {_text(found[key])}, the run's is {_text(expected[key])}"
+            return f"{path.name}: {key} is missing, the run's is {as_text(expected[key])}"
+        there, own = as_text(found[key]), as_text(expected[key])
+        if there != own:
+            return f"{path.name}: {key} is {there}, the run's is {own}"
     return None
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """A value as JSON has it: 1, 1.0 and true differ."""
     return json.dumps(value, sort_keys=True)
