@@ -46,10 +46,6 @@ intrinsic: Any = _intrinsic
 
 JIT = not config.DISABLE_JIT
 
-# A thread that waits for the others leaves its core after some microseconds. GNU OpenMP would spin
-# for milliseconds: where other programs want the cores too, everyone waits for those that spin.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
 # One compile policy. fastmath stays off: it lets LLVM reorder sums and assume that nothing is
 # infinite. The numpy error model divides without a check for zero that would stop vectorisation.
 _POLICY: dict[str, Any] = {
