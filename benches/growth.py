@@ -1,12 +1,13 @@
 """How the step grows: with the batch, with the length of the sequences, with the threads.
 
-`python -m benches growth` also draws both curves into `growth.svg`. The time should be a straight
-line in the batch; per token it should be flat in the length but for the attention term.
+`python -m benches growth` also draws both curves into `benches/pictures`. The time should be a
+straight line in the batch; per token it should be flat in the length but for the attention term.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from afinar.autograd import set_num_threads
 from afinar.train.plot import Curve, Panel, picture
@@ -15,6 +16,7 @@ from afinar.transformer import Transformer
 from .harness import Row, in_turns, tokens
 from .step import flops, our_step, small_llama
 
+PICTURES = Path(__file__).parent / "pictures"
 BATCHES, LENGTHS, TOKENS = (1, 2, 4, 8), (128, 256, 512, 1024, 2048), 2048
 
 
@@ -58,5 +60,5 @@ def rows(threads: int) -> Iterator[Row]:
         Panel("µs per token by length, 2048 tokens a step", [Curve("token", us, "#a33")]),
     ]
     for n, panel in enumerate(panels):
-        with open(f"growth-{('batch', 'length')[n]}-{threads}.svg", "w") as f:
-            f.write(picture([panel]))
+        drawn = PICTURES / f"growth-{('batch', 'length')[n]}-{threads}.svg"
+        drawn.write_text(picture([panel]))

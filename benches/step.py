@@ -112,8 +112,13 @@ def rows(threads: int, seconds: float = 8.0) -> Iterator[Row]:
                     raise
                 yield Row("step", f"torch.compile: {type(error).__name__}", threads, 0.0)
                 continue
-            if not abs(first - Transformer(config, seed=1).loss(ids, targets).item()) < 2e-2:
-                raise AssertionError(f"{name}: the peer computes another loss")
+            loss = Transformer(config, seed=1).loss(ids, targets).item()
+            if not abs(first - loss) < 2e-2:
+                if name != "compile":
+                    raise AssertionError(f"{name}: the peer's loss is {first}, ours {loss}")
+                # Held to AVX2, PyTorch's compiler departs from its own eager mode: no peer then.
+                yield Row("step", f"torch.compile: loss {first:.3f}, not {loss:.3f}", threads, 0.0)
+                continue
             peers[name] = step
     names = list(peers)
     t32, t16, *others = in_turns(ours, half, *peers.values(), seconds=seconds)
