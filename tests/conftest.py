@@ -5,6 +5,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from afinar.autograd import get_num_threads, set_deterministic, set_num_threads
+
 # deadline=None: the first call of a kernel compiles it.
 _COMMON = {
     "deadline": None,
@@ -25,3 +27,23 @@ def pytest_collection_modifyitems(items):
         if (why := why_no_gpu()) is not None:
             for item in gpu:
                 item.add_marker(pytest.mark.skip(reason=why))
+
+
+def _one_thread():
+    """One thread where threads are not the matter: toy kernels would only wait for each other."""
+    before = get_num_threads()
+    set_num_threads(1)
+    yield
+    set_num_threads(before)
+
+
+one_thread = pytest.fixture(_one_thread, name="one_thread")
+one_thread_per_module = pytest.fixture(_one_thread, name="one_thread_per_module", scope="module")
+
+
+@pytest.fixture
+def deterministic():
+    """The order of sums that holds on every device."""
+    set_deterministic(True)
+    yield
+    set_deterministic(False)

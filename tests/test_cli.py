@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 
-from afinar.autograd import get_num_threads, set_num_threads
+from afinar.autograd import set_num_threads
 from afinar.train import read_snapshot
 from afinar.train.cli import main
 from afinar.train.folder import RunFolder
@@ -35,13 +35,7 @@ TOY = [
 TOY += ["--eval-every", "3", "--eval-rows", "2", "--digest-every", "2", "--snapshot-every", "3"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _threads():
-    """One thread where threads are not the matter: toy kernels would only wait for each other."""
-    before = get_num_threads()
-    set_num_threads(1)
-    yield
-    set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread_per_module")
 
 
 @pytest.fixture(scope="module")

@@ -9,21 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afinar.autograd import OPS, Tensor, set_deterministic
+from afinar.autograd import OPS, Tensor
 from afinar.autograd.backend import KERNELS, cupy
 from afinar.autograd.device import why_no_gpu
 from afinar.autograd.testing import SAMPLES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 if (why := why_no_gpu()) is not None:
     pytest.skip(why, allow_module_level=True)
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    set_deterministic(True)
-    yield
-    set_deterministic(False)
 
 
 def on(move, arrays, options, name, dtype):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from afinar.autograd import Tensor, attention, cuda, set_deterministic
+from afinar.autograd import Tensor, attention, cuda
 from afinar.autograd.backend import cupy
 from afinar.autograd.ops import attention_gpu
 from afinar.autograd.ops.attention import attention_backward, attention_forward
@@ -12,18 +12,11 @@ from afinar.autograd.precision import compute_in
 from afinar.autograd.random import make_key
 from beyond_memory import emulated, endless, without_pages  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 if cupy is None:
     pytest.skip("CuPy is not installed", allow_module_level=True)
 
 KEY = make_key("attention", 5)
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    set_deterministic(True)
-    yield
-    set_deterministic(False)
 
 
 def heads(B, T, S, H, G, D, dtype=np.float32, seed=0):

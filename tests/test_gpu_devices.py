@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from afinar.autograd import Tensor, checkpoint, set_deterministic
+from afinar.autograd import Tensor, checkpoint
 from afinar.autograd.backend import Kernel, cupy, reference_bodies
 from afinar.autograd.device import to_host, why_no_gpu
 from afinar.autograd.tape import may_write
@@ -38,7 +38,7 @@ from afinar.transformer import (
 )
 from beyond_memory import emulated
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 if (why := why_no_gpu()) is not None:
     pytest.skip(why, allow_module_level=True)
 
@@ -48,13 +48,6 @@ LLAMA = TransformerConfig(
 )  # fmt: skip
 GPT = DecoderConfig(vocab=61, n_layer=1, n_head=2, d_model=24, block=48)
 IDS = np.arange(22).reshape(2, 11)
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    set_deterministic(True)
-    yield
-    set_deterministic(False)
 
 
 def llama():

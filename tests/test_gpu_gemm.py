@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from afinar.autograd import Tensor, linear_cross_entropy, matmul, set_deterministic
+from afinar.autograd import Tensor, linear_cross_entropy, matmul
 from afinar.autograd.backend import cupy
 from afinar.autograd.ops import gemm_gpu
 from afinar.autograd.ops.gemm import gemm, gemm_codes, widen
@@ -19,13 +19,6 @@ if cupy is None:
 
 FORMS = [(False, False), (False, True), (True, False), (True, True)]
 KINDS = {"f": lambda x: x, "H": round_bfloat16, "h": round_float16, "d": np.float64}
-
-
-@pytest.fixture
-def deterministic():
-    set_deterministic(True)
-    yield
-    set_deterministic(False)
 
 
 def there(*arrays):

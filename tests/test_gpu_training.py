@@ -29,16 +29,9 @@ from afinar.train.evaluate import evaluate_batches
 from afinar.transformer import Decoder, DecoderConfig, Transformer, TransformerConfig
 from beyond_memory import emulated, endless, last_block, without_pages  # noqa: F401 - fixtures
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 if (why := why_no_gpu()) is not None:
     pytest.skip(why, allow_module_level=True)
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    set_deterministic(True)
-    yield
-    set_deterministic(False)
 
 
 def drawn(name, *shape, dtype=np.float32):

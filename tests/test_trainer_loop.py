@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from afinar.autograd import get_num_threads, set_num_threads
 from afinar.optim import StepDecay, weights_sha256
 from afinar.train import (
     Action,
@@ -36,13 +35,7 @@ from afinar.transformer import TransformerConfig
 V = 40
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _threads():
-    """One thread where threads are not the matter: toy kernels would only wait for each other."""
-    before = get_num_threads()
-    set_num_threads(1)
-    yield
-    set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread_per_module")
 
 
 def trainer(**changes):

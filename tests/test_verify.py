@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from afinar.autograd import get_num_threads, set_num_threads
 from afinar.train import MetricsTracker, verify
 from afinar.train.cli import main
 
@@ -16,13 +15,7 @@ TOY = ["--preset", "tiny", "--lr", "3e-3", "--batch", "2", "--seq-len", "16", "-
 TOY += ["--eval-every", "3", "--eval-rows", "2", "--digest-every", "2", "--snapshot-every", "3"]
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    """One thread where threads are not the matter: toy kernels would only wait for each other."""
-    before = get_num_threads()
-    set_num_threads(1)
-    yield
-    set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 
-from afinar.autograd import get_num_threads, set_num_threads
 from afinar.train import verify
 from afinar.train.cli import main
 
@@ -14,12 +13,7 @@ TOY = ["--seq-len", "16", "--batch", "2", "--eval-rows", "2", "--threads", "1"]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    before = get_num_threads()
-    set_num_threads(1)
-    yield
-    set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ..transformer.values import is_whole, plain
+
 
 def refuse(name: str, value: Any, need: str) -> ValueError:
     """The error to raise."""
@@ -20,7 +22,7 @@ def whole(name: str, value: Any, least: int) -> int:
     Traceback (most recent call last):
     ValueError: patience must be a whole number of at least 1, given 1.5
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+    if not is_whole(value) or value < least:
         raise refuse(name, value, f"a whole number of at least {least}")
     return int(value)
 
@@ -30,7 +32,7 @@ def number(name: str, value: Any, need: str, good: Callable[[float], bool]) -> f
     kinds = int | float | np.integer | np.floating
     if isinstance(value, bool) or not isinstance(value, kinds) or not good(float(value)):
         raise refuse(name, value, f"a number {need}")
-    return value.item() if isinstance(value, np.generic) else value
+    return plain(value)
 
 
 class Checked:

@@ -44,7 +44,7 @@ from . import attention_backward as backward
 from . import attention_forward as forward
 from . import attention_plan as plan
 from . import attention_tiles as tiles
-from .dropout import drop_threshold, keep_mask, keep_scale
+from .dropout import drop_rule, keep_mask
 from .gemm import widen
 from .rounding import in_precision
 
@@ -198,14 +198,14 @@ def attention_forward_cpu(q, k, v, scale, causal, segments, window, dropout, key
     q, k, v = _filled(q), _filled(k), _filled(v)
     wide, dtype = q.shape[3], scale.dtype
     rows = plan.chunk_rows(wide)
-    items, holes = plan.forward_items(B, T, S, _names(segments), rows)
+    items, holes = plan.forward_items(B, T, S, plan.segment_names(segments), rows)
     # Few queries: those of the heads that share their keys are rows of one block.
     parts = G if rows >= H // G * T else H
     new = buffers.empty if items[:, 2].sum() == B * T else buffers.zeros
     out, lse = new((B, T, H, wide), dtype), new((B, H, T), dtype)
     forward.attention_forward_cpu(
         len(items) * parts, items, parts, strided(q), strided(k), strided(v),
-        *_masks(segments, holes, causal, window), scale, *_rule(dropout, key, dtype),
+        *_masks(segments, holes, causal, window), scale, *drop_rule(dropout, key, dtype),
         tiles.blank(dtype), _workspace(forward.forward_size(rows, wide), dtype), strided(out),
         lse,
     )  # fmt: skip
@@ -225,7 +225,7 @@ def decode_call(starts, q, k, v, window, out, lse):
     work = _workspace(forward.forward_size(plan.chunk_rows(D), D), q.dtype)
     return B * G, (
         items, G, strided(q), strided(k), strided(v), *_masks(None, False, True, window),
-        q.dtype.type(D**-0.5), *_rule(0.0, None, q.dtype), tiles.blank(q.dtype), work,
+        q.dtype.type(D**-0.5), *drop_rule(0.0, None, q.dtype), tiles.blank(q.dtype), work,
         strided(out), lse,
     )  # fmt: skip
 
@@ -237,8 +237,10 @@ def attention_backward_cpu(g, q, k, v, out, lse, scale, causal, segments, window
     g, q, k, v, out = _filled(g), _filled(q), _filled(k), _filled(v), _filled(out)
     wide, dtype = q.shape[3], scale.dtype
     rows = plan.chunk_rows(wide)
-    _, _, *sight = _masks(None, False, causal, window)
-    squares, holes, queries, keys = plan.backward_squares(B, T, S, _names(segments), rows, *sight)
+    sight = plan.sight(causal, window)
+    squares, holes, queries, keys = plan.backward_squares(
+        B, T, S, plan.segment_names(segments), rows, *sight
+    )
     # Each head has sums of its own; they are added when it is done, or by a pass at the end.
     together = 4 * get_num_threads() <= B * G and len(squares) == 1 and rows >= T
     parts = G if together else H
@@ -251,7 +253,7 @@ def attention_backward_cpu(g, q, k, v, out, lse, scale, causal, segments, window
         backward.attention_backward_cpu(
             len(wave) * parts, wave, parts, strided(g), strided(q), strided(k), strided(v),
             strided(out), lse, *_masks(segments, holes, causal, window), scale,
-            *_rule(dropout, key, dtype), tiles.blank(dtype), work, strided(dq), strided(dk),
+            *drop_rule(dropout, key, dtype), tiles.blank(dtype), work, strided(dq), strided(dk),
             strided(dv),
         )  # fmt: skip
     if parts != G:
@@ -277,10 +279,6 @@ def _filled(x):
     return out
 
 
-def _names(segments):
-    return None if segments is None else segments.tobytes()
-
-
 _NO_SEGMENTS = np.zeros((1, 1), np.int64)
 
 
@@ -289,16 +287,8 @@ def _masks(segments, holes, causal, window):
     return (
         _NO_SEGMENTS if segments is None else np.asarray(segments),
         int(holes),
-        0 if causal else plan.FAR,
-        plan.FAR if window is None else int(window),
+        *plan.sight(causal, window),
     )
-
-
-def _rule(dropout, key, dtype):
-    """What the bodies draw dropout by; a threshold of 0 is none."""
-    if not dropout:
-        return 0, 0, 0, dtype.type(1)
-    return *key_words(key), drop_threshold(dropout), keep_scale(dropout, dtype)
 
 
 def _workspace(size, dtype):

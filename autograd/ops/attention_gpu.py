@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 
 from .. import backend, cuda
-from ..random import key_words
 from . import attention_plan as plan
 from .attention import attention_backward, attention_forward
-from .dropout import KEEP_8, drop_threshold, keep_scale
+from .dropout import KEEP_8, drop_rule
 
 KINDS = {"f": 0, "d": 0, "H": 1, "h": 2}  # how q, k and v are stored: as bfloat16, as float16
 ROWS = {"f": 64, "d": 32}  # of a block
@@ -506,11 +505,11 @@ def attention_forward_gpu(q, k, v, scale, causal, segments, window, dropout, key
     width, dtype = _width(D), scale.dtype
     few = T <= FEW
     rows, each = (FEW, 1) if few else (ROWS[dtype.char], SHAPES[width][0][0])
-    items, holes, whole = _queries(B, T, S, _names(segments), rows)
+    items, holes, whole = _queries(B, T, S, plan.segment_names(segments), rows)
     out, lse = _new(whole, (B, T, H, D), dtype), _new(whole, (B, H, T), dtype)
     _SOURCES[width]["few_rows" if few else "attention_forward"](
         "attention_forward", len(items) * H, 16 * rows // each, items, *_operands(q, k, v),
-        *_masks(segments, holes, causal, window), scale, *_rule(dropout, key, dtype), out, lse,
+        *_masks(segments, holes, causal, window), scale, *drop_rule(dropout, key, dtype), out, lse,
         T, S, H, G, D, real=dtype,
     )  # fmt: skip
     return out, lse
@@ -531,15 +530,15 @@ def attention_backward_gpu(g, q, k, v, out, lse, scale, causal, segments, window
     def run(name, each, parts, items, holes, *results):
         _SOURCES[width][name](
             name, len(items) * parts, 16 * rows // each, items, *_strided(g), *_operands(q, k, v),
-            *_masks(segments, holes, causal, window), scale, *_rule(dropout, key, dtype), lse,
+            *_masks(segments, holes, causal, window), scale, *drop_rule(dropout, key, dtype), lse,
             delta, *results, T, S, H, G, D, real=dtype,
         )  # fmt: skip
 
     (one, _), (two, _) = SHAPES[width]
-    items, holes, whole = _queries(B, T, S, _names(segments), rows)
+    items, holes, whole = _queries(B, T, S, plan.segment_names(segments), rows)
     dq = _new(whole, (B, T, H, D), dtype)
     run("query_gradient", one, H, items, holes, dq)
-    items, holes, whole = _keys(B, T, S, _names(segments), rows)
+    items, holes, whole = _keys(B, T, S, plan.segment_names(segments), rows)
     dk, dv = (_new(whole, (B, S, G, D), dtype) for _ in range(2))
     run("key_gradients", two, G, items, holes, dk, dv)
     return dq, dk, dv
@@ -559,23 +558,12 @@ def _operands(q, k, v):
     return q, k, v, KINDS[q.dtype.char], *steps
 
 
-def _names(segments):
-    return None if segments is None else segments.tobytes()
-
-
 def _masks(segments, holes, causal, window):
     return (
         _on_gpu(segments.tobytes()) if holes else 0,
         int(holes),
-        0 if causal else plan.FAR,
-        plan.FAR if window is None else int(window),
+        *plan.sight(causal, window),
     )
-
-
-def _rule(dropout, key, dtype):
-    if not dropout:
-        return 0, 0, 0, dtype.type(1)
-    return *key_words(key), drop_threshold(dropout), keep_scale(dropout, dtype)
 
 
 # --- what there is to do, moved to the GPU once for all layers ---------------------------------

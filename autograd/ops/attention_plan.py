@@ -5,11 +5,24 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 
 TILE = 64  # keys whose maximum and sum are taken together: part of the contract
 FAR = 1 << 40  # further than any key
+
+
+def sight(causal: bool, window: int | None) -> tuple[int, int]:
+    """How many keys a query sees ahead of it, and how many back, its own included."""
+    return 0 if causal else FAR, FAR if window is None else int(window)
+
+
+def segment_names(segments: Any) -> bytes | None:
+    """The segments as what a cache of plans can look up."""
+    return None if segments is None else segments.tobytes()
+
+
 ROWS, SIZE = 512, 512 * 64  # a chunk has at most so many rows, and so many elements: half of an L2
 
 RUN = 5  # batch row, first query, queries, first key, end of the keys

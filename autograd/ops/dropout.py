@@ -58,6 +58,13 @@ def drop_threshold(p: float) -> int:
     return round(p * 2**32)
 
 
+def drop_rule(p, key, dtype):
+    """What bodies draw by: two words of the key, the threshold (0 is no dropout), the scale."""
+    if not p:
+        return 0, 0, 0, dtype.type(1)
+    return *key_words(key), drop_threshold(p), keep_scale(p, dtype)
+
+
 # --- CPU -----------------------------------------------------------------------------------
 
 
@@ -99,7 +106,7 @@ def dropout_cpu(i, x, key0, key1, threshold, scale, out):  # owns out[BLOCK i : 
 @dropout_apply.cpu
 def dropout_apply_cpu(x, p, key):
     out = empty(x.shape, x.dtype)
-    rule = (*key_words(key), drop_threshold(p), keep_scale(p, x.dtype))
+    rule = drop_rule(p, key, x.dtype)
     dropout_cpu(-(-x.size // BLOCK), x.reshape(-1), *rule, out.reshape(-1))
     return out
 
@@ -144,7 +151,7 @@ extern "C" __global__ void drop(const REAL *x, i64 k0, i64 k1, i64 threshold, RE
 @dropout_apply.gpu
 def dropout_apply_gpu(x, p, key):
     out = cuda.empty(x.shape, x.dtype)
-    rule = (*key_words(key), drop_threshold(p), keep_scale(p, x.dtype))
+    rule = drop_rule(p, key, x.dtype)
     n = cuda.blocks(cuda.blocks(x.size, 8))
     _source("drop", n, cuda.THREADS, x, *rule, out, x.size, real=x.dtype)
     return out
