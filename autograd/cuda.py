@@ -121,6 +121,16 @@ __device__ inline i64 added(i64 x, i64 y) { return (i64)((u64)x + (u64)y); }
 __device__ inline int taken(int x, int y) { return (int)((u32)x - (u32)y); }
 __device__ inline i64 taken(i64 x, i64 y) { return (i64)((u64)x - (u64)y); }
 
+// What 16 bits stand for: those of a bfloat16 (u16), and of a float16 (short). Others stay.
+__device__ inline float widened(u16 x) { return from_bits((int)((u32)x << 16)); }
+__device__ inline float widened(short x) {
+    const u32 sign = ((u32)x & 0x8000) << 16, size = ((u32)x & 0x7fff) << 13;
+    const u32 scaled = bits_of(from_bits((int)size) * 0x1p112f);  // exact; subnormals too
+    return from_bits((int)(sign | (size >= 0x7c00u << 13 ? size | 0x7f800000 : scaled)));
+}
+__device__ inline float widened(float x) { return x; }
+__device__ inline double widened(double x) { return x; }
+
 // The larger; NaN if one is NaN, and of two zeros the positive one.
 template <class T> __device__ inline T larger(T x, T y) {
     return x != x ? x : y != y ? y : x > y ? x : y > x ? y : bits_of(x) < 0 ? y : x;

@@ -42,19 +42,8 @@ SHAPES = {
     256: ((4, 1), (2, 1)),
 }  # other sizes of heads are filled up
 
-_WIDENED = r"""
-__device__ inline REAL widened(REAL x) { return x; }
-__device__ inline REAL widened(u16 x) { return from_bits((int)((u32)x << 16)); }
-__device__ inline REAL widened(short x) {
-    const u32 sign = ((u32)x & 0x8000) << 16, size = ((u32)x & 0x7fff) << 13;
-    const u32 scaled = bits_of(from_bits((int)size) * 0x1p112f);  // exact; subnormals too
-    return from_bits((int)(sign | (size >= 0x7c00u << 13 ? size | 0x7f800000 : scaled)));
-}
-"""
-
 _COMMON = (
     KEEP_8
-    + _WIDENED
     + r"""
 // W channels of a head; D of them are real, the rest zeros. LD is a row of CHUNK channels in shared
 // memory, LP one of 64 scores: four more than it holds, so that neighbours are in other banks.
@@ -290,14 +279,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_forwar
 }
 """
 
-_DELTA = (
-    _WIDENED
-    + r"""
+_DELTA = r"""
 // delta (B, H, T): g out along the last axis, 16 threads a row
 template <class T>
 __device__ inline REAL dot(const REAL *g, const T *out, i64 D) {
     REAL total = 0;
-    for (i64 d = this_lane(); d < D; d += 16) total = fma_(g[d], widened(out[d]), total);
+    for (i64 d = this_lane(); d < D; d += 16) total = fma_(g[d], (REAL)widened(out[d]), total);
     return tree_sum(total);
 }
 extern "C" __global__ void find_delta(const REAL *g, i64 g_b, i64 g_t, i64 g_h, const void *out,
@@ -310,7 +297,6 @@ extern "C" __global__ void find_delta(const REAL *g, i64 g_b, i64 g_t, i64 g_h, 
     if (row < n && this_lane() == 0) delta[(b * H + h) * T + t] = total;
 }
 """
-)
 
 _HARDEN = r"""
 // From a score and g v: P, which dropout may have changed, in s; P (dP - delta) in d

@@ -163,7 +163,7 @@ extern "C" __global__ void gather(const REAL *weight, const i64 *ids, REAL *out,
 extern "C" __global__ void gather_widened(const u16 *bits, const i64 *ids, float *out, i64 C,
                                           i64 n) {
     const i64 i = this_thread();
-    if (i < n) out[i] = from_bits((int)((u32)bits[ids[i / C] * C + i % C] << 16));
+    if (i < n) out[i] = widened(bits[ids[i / C] * C + i % C]);
 }
 
 // Where the keys of each id begin; a key is id * N + position, and keys ascend.

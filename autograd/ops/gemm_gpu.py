@@ -210,14 +210,11 @@ def _choose(batch, M, N, blocks, real):
 _ELEMENTS = rf"""
 enum {{ SAME = {SAME}, BFLOAT16 = {BFLOAT16}, SWAPPED = {SWAPPED}, CODES = {CODES} }};
 
-// A 16-bit number, whose bits are held in a float.
+// A 16-bit number, whose bits are held in a float; among SWAPPED ones a subnormal counts as 0.
 __device__ inline float widened(float held, i64 kind) {{
-    const u32 h = bits_of(held), sign = (h & 0x8000) << 16, size = h & 0x7fff;
-    if (kind == BFLOAT16) return from_bits((int)(h << 16));
-    if (kind == SWAPPED) return from_bits((int)(h & 0x7f80 ? h << 16 : sign));
-    u32 wide = (size << 13) + (size < 0x7c00 ? 112u << 23 : 224u << 23);
-    if (size < 0x0400) wide = bits_of((float)size * 0x1p-24f);
-    return from_bits((int)(sign | wide));
+    const u32 h = bits_of(held);
+    if (kind == SWAPPED && !(h & 0x7f80)) return widened((u16)(h & 0x8000));
+    return kind == BFLOAT16 || kind == SWAPPED ? widened((u16)h) : widened((short)h);
 }}
 """
 
