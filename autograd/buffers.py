@@ -56,7 +56,7 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> Any:
     memory = _take(size).view(_Memory)
     _state.live += size
     _state.peak = max(_state.peak, _state.live)
-    return np.ndarray(shape, dtype, memory, offset=-memory.ctypes.data % ALIGN)
+    return np.ndarray(shape, dtype, memory, offset=-address(memory) % ALIGN)
 
 
 def zeros(shape: int | tuple[int, ...], dtype: DTypeLike) -> Any:

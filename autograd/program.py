@@ -78,7 +78,8 @@ class Program:
         if threads == 1:
             _run_in_turn(self.table, self.words)
             return
-        self.counters.fill(0)
+        self.counters[::2] = threads  # the next index to draw; each thread has its own first
+        self.counters[1::2] = 0
         with _threads.lock:
             numba.set_num_threads(threads)
             _run_together(self.table, self.words, threads, self.counters)
@@ -96,7 +97,7 @@ def _together(table: Any, words: Any, threads: int, counters: Any) -> None:
             n, own = table[c, 2], words[table[c, 1] :]
             drawn, done = counters[2 * c], counters[2 * c + 1]
             mine = looks = 0
-            i = _take_next(drawn)
+            i = np.int64(thread)
             while i < n:
                 _call(table[c, 0], own, i, np.int64(thread))
                 mine += 1

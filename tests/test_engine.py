@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from afinar.autograd import OPS, Tensor, checkpoint, gelu, no_grad, stack, where
+from afinar.autograd import OPS, Tensor, checkpoint, gelu, launch, no_grad, stack, where
 from afinar.autograd.tape import op
 
 
@@ -317,6 +317,13 @@ print("done")
 def test_concurrent_launches_from_python_threads(layer):
     done = _python(THREADS, NUMBA_THREADING_LAYER=layer)
     assert "done" in done.stdout, done.stderr
+
+
+def test_the_address_of_an_array_is_where_its_data_begins():
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)
+    for view in (x, x[1:], x[::-1], x.T, x[:, 3], x[:0], np.array(1.0), x.view(np.memmap)):
+        assert launch.address(view) == view.ctypes.data
+    assert launch.address(None) == 0
 
 
 def test_an_unwritable_cache_means_uncached_not_an_error(tmp_path):
