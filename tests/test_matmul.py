@@ -60,7 +60,19 @@ def laid_out(x, transposed):
 
 @needs_jit
 @pytest.mark.parametrize(("ta", "tb"), FORMS)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 33, 7), (13, 70, 515), (30, 9, 1030)])
+@pytest.mark.parametrize(
+    "shape",
+    # also results of few columns from many rows, and a short k over many rows and columns
+    [
+        (1, 1, 1),
+        (5, 33, 7),
+        (13, 70, 515),
+        (30, 9, 1030),
+        (40, 3, 514),
+        (23, 16, 70),
+        (800, 420, 5),
+    ],
+)
 def test_float32_products_have_the_promised_order(shape, ta, tb):
     M, N, K = shape
     rng = np.random.default_rng(0)
@@ -79,7 +91,7 @@ def test_float64_products_have_the_promised_order(ta, tb):
 @needs_jit
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize(("ta", "tb"), FORMS)
-@pytest.mark.parametrize("shape", [(5, 33, 7), (14, 40, 516), (3, 9, 1031)])
+@pytest.mark.parametrize("shape", [(5, 33, 7), (14, 40, 516), (3, 9, 1031), (50, 8, 517)])
 def test_bfloat16_products_have_the_order_of_the_hardware(shape, ta, tb, portable):
     M, N, K = shape
     rng = np.random.default_rng(0)

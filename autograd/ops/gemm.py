@@ -129,6 +129,7 @@ class Plan(NamedTuple):
     N: int
     K: int
     block: int
+    depth: int
     tall: int
     wide: int
     panel: int
@@ -158,6 +159,13 @@ def gemm_cpu(a, b, transpose_a, transpose_b, bias=None, residual: Any = None, ou
         return out if lead is None else out.reshape(*lead, len(b))
     K, M = a.shape[-2:] if transpose_a else a.shape[:-3:-1]
     N = b.shape[-2] if transpose_b else b.shape[-1]
+    bare = all(x is None for x in (bias, residual, out))
+    if bare and transpose_a and not transpose_b and N <= _SLIM < M and a.ndim == b.ndim == 2:
+        # A few columns of a at a time would waste most of every cache line they are read from. As
+        # the other side a is read as it lies: a^T b = (b^T a)^T, each element by the same chain.
+        out = empty((M, N), dtype)
+        out[...] = gemm_cpu(b, a, True, False).T
+        return out
     if a.dtype.char != "H" or b.dtype.char != "H":
         a_side, b_side = _side(a, K), _side(b, K)
     elif PAIR_PRODUCTS and not is_deterministic():
@@ -232,11 +240,14 @@ def _launch(a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bia
     unit = 2 if paired else 1
     batch = 1 if offsets is None else len(offsets)
     threads = get_num_threads() if out.size * K >= _ENOUGH else 1
-    tall, wide, panel = _cut(batch, M, N, threads, out.itemsize)
+    block = max(-(-min(KC, K) // unit), 1)
+    depth = -(-block // VECTOR_WIDTH) * VECTOR_WIDTH
+    more = 8 if K <= KC // 8 else unit
+    tall, wide, panel = _cut(batch, M, N, more, a_side.kind != SAME, threads, out.itemsize)
     jobs = batch * -(-M // tall) * -(-N // wide)
-    own = (TALL * A_ROW + wide * KC + VECTOR_WIDTH * A_ROW + tall * panel) * out.itemsize
+    own = (TALL * A_ROW + wide * depth + VECTOR_WIDTH * A_ROW + tall * panel) * out.itemsize
     plan = Plan(
-        M, N, -(-K // unit), KC // unit, tall, wide, panel, transpose_a, transpose_b,
+        M, N, -(-K // unit), block, depth, tall, wide, panel, transpose_a, transpose_b,
         address(bias), address(residual), address(out),
         scratch(min(get_num_threads(), jobs) * own), own, address(offsets),
     )  # fmt: skip
@@ -244,25 +255,28 @@ def _launch(a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bia
     _gemm_job(jobs, plan, a_side, b_side, _PAIR if paired else result, result)
 
 
+_SLIM = 16  # columns
 _ENOUGH = 1 << 19  # products: fewer take as long as it takes to wake a thread
 _PAIR = np.uint32(0)
 
 
 @functools.lru_cache(4096)
-def _cut(batch, M, N, threads, itemsize):
+def _cut(batch, M, N, more, packs_a, threads, itemsize):
     """Rows and columns of the rectangles that the result is cut into, and columns of a tile.
 
-    The estimate per unit of k: a vector per row and lane, and the packing of b.
+    The estimate per unit of k: a vector per row and lane, and the packing. What is packed of a
+    rectangle stays in the cache: `more` times as much where a block of k takes less room.
     """
     narrow = lanes(itemsize, NARROW)
     panel = narrow if 2 * narrow >= N else VECTORS * lanes(itemsize)
     best: Any = (math.inf,)
-    for columns in range(-(-N // 384), -(-N // 384) + threads):
+    least_columns, least_rows = -(-N // (384 * more)), -(-M // (768 * more))
+    for columns in range(least_columns, least_columns + threads):
         wide = -(-N // (columns * panel)) * panel
-        for rows in range(-(-M // 768), -(-M // 768) + threads):
+        for rows in range(least_rows, least_rows + threads):
             tall = -(-M // (rows * ROWS)) * ROWS
             jobs = batch * -(-M // tall) * -(-N // wide)
-            time = -(-jobs // threads) * (tall * wide + 6 * wide + tall)
+            time = -(-jobs // threads) * (tall * wide + 6 * wide + (6 if packs_a else 1) * tall)
             if time < best[0]:
                 best = time, tall, wide, panel
     return best[1:]
@@ -285,7 +299,7 @@ def _gemm_job(i, thread, plan, a, b, factor, result):
     pa = array_at(memory, factor)
     memory += TALL * A_ROW * size
     pb = array_at(memory, factor)
-    memory += plan.wide * KC * size
+    memory += plan.wide * plan.depth * size
     stage = array_at(memory, factor)
     edge = array_at(memory + VECTOR_WIDTH * A_ROW * size, result)
     down, across = -(-M // plan.tall), -(-N // plan.wide)
