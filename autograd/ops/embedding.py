@@ -74,7 +74,8 @@ ROWS = 64  # per index of a body: long against a launch, short against a thread'
 @body
 def gather_cpu(i, weight, ids, out):  # owns ROWS rows of out
     for n in range(ROWS * i, min(ROWS * (i + 1), ids.size)):
-        _ask_for_row(weight, ids, n + AHEAD)
+        if n + AHEAD < ids.size:
+            _ask_for_row(weight, ids[n + AHEAD])
         row, to = weight[ids[n]], out[n]
         for c in range(out.shape[1]):
             to[c] = row[c]
@@ -83,7 +84,8 @@ def gather_cpu(i, weight, ids, out):  # owns ROWS rows of out
 @body
 def gather_widened_cpu(i, bits, ids, out):  # bfloat16 is the upper half of a float32
     for n in range(ROWS * i, min(ROWS * (i + 1), ids.size)):
-        _ask_for_row(bits, ids, n + AHEAD)
+        if n + AHEAD < ids.size:
+            _ask_for_row(bits, ids[n + AHEAD])
         row, to = bits[ids[n]], out[n]
         for c in range(out.shape[1]):
             to[c] = np.uint32(row[c]) << np.uint32(16)
@@ -94,11 +96,10 @@ _ask = ask_for(1)
 
 
 @device
-def _ask_for_row(weight, ids, n):
-    if n < ids.size:
-        row = weight.ctypes.data + ids[n] * weight.strides[0]
-        for at in range(0, weight.strides[0], LINE):
-            _ask(row + at)
+def _ask_for_row(x, n):
+    row = x.ctypes.data + n * x.strides[0]
+    for at in range(0, x.strides[0], LINE):
+        _ask(row + at)
 
 
 @embedding_rows.cpu
@@ -114,41 +115,35 @@ def embedding_rows_cpu(weight, ids):
 
 
 @body
-def order_by_id_cpu(i, ids, start, order):
-    """A counting sort: the positions of id v, ascending, become order[start[v] : start[v + 1]]."""
-    V = start.size - 2
-    for v in range(V + 2):
-        start[v] = 0
-    for n in range(ids.size):
-        start[ids[n] + 2] += 1
-    for v in range(V):
-        start[v + 2] += start[v + 1]
-    # start[v + 1] is where the next position of v goes; at the end, where those of v + 1 begin
-    for n in range(ids.size):
-        order[start[ids[n] + 1]] = n
-        start[ids[n] + 1] += 1
-
-
-@body
-def scatter_cpu(i, g, start, order, out):  # owns ROWS rows of out
+def scatter_cpu(i, g, keys, out):  # owns ROWS rows of out
     low, high = ROWS * i, min(ROWS * (i + 1), out.shape[0])
-    rows = out[low:high].reshape(-1)
-    for n in range(rows.size):
-        rows[n] = 0
+    N, zero = keys.size, out.dtype.type(0)
+    k, end = 0, N  # the first key of a row from low on is in [k, end]
+    while k < end:
+        middle = (k + end) // 2
+        if keys[middle] < low * N:
+            k = middle + 1
+        else:
+            end = middle
     for v in range(low, high):
-        to = out[v]
-        for n in range(start[v], start[v + 1]):
-            row = g[order[n]]
+        to, stop = out[v], (v + 1) * N
+        for c in range(to.size):
+            to[c] = zero
+        while k < N and keys[k] < stop:
+            if k + AHEAD < N:
+                _ask_for_row(g, keys[k + AHEAD] % N)
+            row = g[keys[k] % N]
             for c in range(to.size):
                 to[c] += row[c]
+            k += 1
 
 
 @embedding_backward.cpu
 def embedding_backward_cpu(g, ids, V):
-    start, order = empty(V + 2, np.int64), empty(ids.size, np.int64)
-    order_by_id_cpu(1, ids, start, order)
+    keys = ids * ids.size + np.arange(ids.size)
+    keys.sort()  # by id, then by position: all differ
     out = empty((V, g.shape[1]), g.dtype)
-    scatter_cpu(-(-V // ROWS), g, start, order, out)
+    scatter_cpu(-(-V // ROWS), g, keys, out)
     return out
 
 
