@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from .harness import Row, optional, tokens
+from .harness import Row, optional, peak_memory, tokens
 
 BATCH, LENGTH, ROUNDS, STEPS = 4, 256, 3, 4
 SHAPE: dict[str, Any] = {
@@ -130,8 +129,8 @@ def one(argv: list[str]) -> None:
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"seconds": statistics.median(times), "peak": peak, "loss": first}))
+    seconds = statistics.median(times)
+    print(json.dumps({"seconds": seconds, "peak": peak_memory(), "loss": first}))
 
 
 def rows(threads: int) -> Iterator[Row]:

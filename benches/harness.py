@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from afinar.autograd import get_num_threads, launch
-
 
 @dataclass
 class Row:
@@ -111,8 +109,21 @@ def set_peer_threads(n: int) -> None:
         torch.set_num_threads(n)
 
 
+def peak_memory() -> int:
+    """The most bytes that this process has held.
+
+    `ru_maxrss` would not do: it counts what the process held that started this one.
+    """
+    with open("/proc/self/status") as f:
+        peak = next(line for line in f if line.startswith("VmHWM"))
+    return int(peak.split()[1]) * 1024
+
+
 def environment() -> dict[str, Any]:
     """What the figures depend on."""
+    # Here, not above: a peer's process must not hold our libraries when its memory is measured.
+    from afinar.autograd import get_num_threads, launch
+
     versions = {"python": platform.python_version()}
     for name in ("numpy", "numba", "torch", "transformers", "peft"):
         module = optional(name)

@@ -1,6 +1,8 @@
 """Hypothesis profiles, chosen by HYPOTHESIS_PROFILE: dev (default), ci, intense."""
 
+import ctypes
 import os
+import resource
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -47,3 +49,19 @@ def deterministic():
     set_deterministic(True)
     yield
     set_deterministic(False)
+
+
+@pytest.fixture
+def resident():
+    """A function: bytes of memory that this process holds and malloc cannot give back.
+
+    What malloc keeps for later comes and goes by megabytes. (The peak of a process says nothing
+    about a stretch of it: whatever came before may have held more.)
+    """
+
+    def held():
+        ctypes.CDLL(None).malloc_trim(0)
+        with open("/proc/self/statm") as f:
+            return int(f.read().split()[1]) * resource.getpagesize()
+
+    return held

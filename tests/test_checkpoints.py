@@ -684,12 +684,11 @@ def test_smollm2_has_its_published_loss(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_holds_little_more_than_what_is_kept(dtype):
     program = f"""
-import resource
+from afinar.train.environment import peak_memory_mb
 from afinar.transformer import load_pretrained
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_memory_mb()
 model = load_pretrained({FOLDER!r}, {dtype!r})
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print((after - before) * 1024 / sum(p.data.nbytes for p in model.parameters()))
+print((peak_memory_mb() - before) * 2**20 / sum(p.data.nbytes for p in model.parameters()))
 """
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert float(out.stdout) <= 1.3

@@ -273,6 +273,20 @@ def test_a_stopped_run_is_whole_and_goes_on_as_if_it_had_not_stopped(number, tex
     assert len(folder.environment()["sessions"]) == 2
 
 
+def test_the_peak_of_memory_is_the_process_s_own():
+    """Linux's getrusage hands on the peak of the process that started this one."""
+    own = "from afinar.train.environment import peak_memory_mb as peak; print(peak())"
+    program = f"""
+import subprocess, sys
+held = b"1" * 2**30
+subprocess.run([sys.executable, "-c", {own!r}])
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert 20 < float(out.stdout) < 900
+
+
 def test_a_killed_run_loses_no_more_than_since_its_snapshot(text, tmp_path):
     out = tmp_path / "killed"
     args = ["--data", text, "--preset", "tiny", "--steps", "200", "--batch", "1", "--seq-len", "8"]

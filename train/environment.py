@@ -51,22 +51,31 @@ def cores() -> int:
 
 def cpu_name() -> str:
     """The processor's name, as the system gives it."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return _stated("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def peak_memory_mb() -> float | None:
     """The most memory this process has held, in MiB."""
+    peak = _stated("/proc/self/status", "VmHWM")  # such as "12345 kB"
+    if peak is not None:
+        return round(int(peak.split()[0]) / 2**10, 1)
     try:
         import resource
     except ImportError:
         return None
+    # On Linux this counts what the process held that started this one, up to the exec.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
+
+
+def _stated(path: str, name: str) -> str | None:
+    """What a file of Linux's says after `name` and a colon; None where there is none."""
+    if Path(path).is_file():
+        for line in Path(path).read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == name:
+                return value.strip()
+    return None
 
 
 def _version(name: str) -> str | None:
