@@ -24,7 +24,7 @@ import numpy as np
 
 from .harness import Row, optional, peak_memory, tokens
 
-BATCH, LENGTH, ROUNDS, STEPS = 4, 256, 3, 4
+BATCH, LENGTH, ROUNDS, STEPS = 4, 256, 3, 3
 SHAPE: dict[str, Any] = {
     "vocab_size": 49152,
     "hidden_size": 576,
