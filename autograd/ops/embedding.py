@@ -74,8 +74,7 @@ ROWS = 64  # per index of a body: long against a launch, short against a thread'
 @body
 def gather_cpu(i, weight, ids, out):  # owns ROWS rows of out
     for n in range(ROWS * i, min(ROWS * (i + 1), ids.size)):
-        if n + AHEAD < ids.size:
-            _ask_for_row(weight, ids[n + AHEAD])
+        _ask_for_row(weight, ids[min(n + AHEAD, ids.size - 1)])
         row, to = weight[ids[n]], out[n]
         for c in range(out.shape[1]):
             to[c] = row[c]
@@ -84,8 +83,7 @@ def gather_cpu(i, weight, ids, out):  # owns ROWS rows of out
 @body
 def gather_widened_cpu(i, bits, ids, out):  # bfloat16 is the upper half of a float32
     for n in range(ROWS * i, min(ROWS * (i + 1), ids.size)):
-        if n + AHEAD < ids.size:
-            _ask_for_row(bits, ids[n + AHEAD])
+        _ask_for_row(bits, ids[min(n + AHEAD, ids.size - 1)])
         row, to = bits[ids[n]], out[n]
         for c in range(out.shape[1]):
             to[c] = np.uint32(row[c]) << np.uint32(16)
@@ -115,7 +113,7 @@ def embedding_rows_cpu(weight, ids):
 
 
 @body
-def scatter_cpu(i, g, keys, out):  # owns ROWS rows of out
+def scatter_cpu(i, g, keys, out):  # owns ROWS rows of out; a key is id * N + position, ascending
     low, high = ROWS * i, min(ROWS * (i + 1), out.shape[0])
     N, zero = keys.size, out.dtype.type(0)
     k, end = 0, N  # the first key of a row from low on is in [k, end]
@@ -130,8 +128,7 @@ def scatter_cpu(i, g, keys, out):  # owns ROWS rows of out
         for c in range(to.size):
             to[c] = zero
         while k < N and keys[k] < stop:
-            if k + AHEAD < N:
-                _ask_for_row(g, keys[k + AHEAD] % N)
+            _ask_for_row(g, keys[min(k + AHEAD, N - 1)] % N)
             row = g[keys[k] % N]
             for c in range(to.size):
                 to[c] += row[c]
@@ -141,7 +138,7 @@ def scatter_cpu(i, g, keys, out):  # owns ROWS rows of out
 @embedding_backward.cpu
 def embedding_backward_cpu(g, ids, V):
     keys = ids * ids.size + np.arange(ids.size)
-    keys.sort()  # by id, then by position: all differ
+    keys.sort()  # by id, then by position
     out = empty((V, g.shape[1]), g.dtype)
     scatter_cpu(-(-V // ROWS), g, keys, out)
     return out
