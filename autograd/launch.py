@@ -13,9 +13,9 @@ Numba can make a parallel function of each such loop, but every one of them cost
 compile. Here one parallel driver, `_run`, is compiled once; it gets a body as an address and its
 arguments as a row of 64-bit words, so that a body costs what a plain loop costs.
 
-Which thread gets which index is left to chance, but for the first ones (an atomic counter). So no
-sum may cross indices: each index owns what it writes, and a result never depends on the number of
-threads.
+Each thread begins with the index of its own number; an atomic counter hands out the rest, to
+whoever is free. So no sum may cross indices: each index owns what it writes, and a result never
+depends on the number of threads.
 """
 
 from __future__ import annotations
@@ -262,8 +262,7 @@ def _take_next(typingctx: Any, counter: Any) -> Any:
 
 def _run_parallel(entry: int, words: Any, n: int, threads: int, counter: Any) -> None:
     for thread in numba.prange(threads):
-        # Index 0 always falls to thread 0, and so on: what it reads may still be in that core's
-        # cache. The rest, from `threads` on, go to whoever is free.
+        # Where two launches are cut alike, what a thread reads is still in its core's cache.
         i = np.int64(thread)
         while i < n:
             _call(entry, words, i, np.int64(thread))

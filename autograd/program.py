@@ -1,8 +1,9 @@
 """Many bodies in one launch: for steps so short that starting each body would cost more than it.
 
 A program is a list of calls `body(n, *args)` on arrays that stay where they are. All threads run
-through the list together: each draws indices of a call until none is left, waits until the drawn
-ones are done, and goes on to the next call. The results are those of the calls one by one.
+through the list together: each takes indices of a call, as in a launch of its own, until none is
+left, waits until all are done, and goes on to the next call. The results are those of the calls one
+by one.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Program:
         if threads == 1:
             _run_in_turn(self.table, self.words)
             return
-        self.counters[::2] = threads  # the next index to draw; each thread has its own first
+        self.counters[::2] = threads  # the next index to draw
         self.counters[1::2] = 0
         with _threads.lock:
             numba.set_num_threads(threads)

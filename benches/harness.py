@@ -112,7 +112,8 @@ def set_peer_threads(n: int) -> None:
 def peak_memory() -> int:
     """The most bytes that this process has held.
 
-    `ru_maxrss` would not do: it counts what the process held that started this one.
+    `ru_maxrss` would not do: it counts what the process held that started this one. Nor would
+    `peak_memory_mb` of afinar.train, whose import a peer's process must not be charged with.
     """
     with open("/proc/self/status") as f:
         peak = next(line for line in f if line.startswith("VmHWM"))

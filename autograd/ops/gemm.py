@@ -122,7 +122,8 @@ class Operand(NamedTuple):
 class Plan(NamedTuple):
     """What all jobs of a product know: its size, how it is cut, and addresses.
 
-    K and `block`, the length of a chain, count what a tile multiplies.
+    K and `block`, the length of a chain, count what a tile multiplies; `depth` is the room for a
+    block in a packed column, whole vectors.
     """
 
     M: int
@@ -159,8 +160,8 @@ def gemm_cpu(a, b, transpose_a, transpose_b, bias=None, residual: Any = None, ou
         return out if lead is None else out.reshape(*lead, len(b))
     K, M = a.shape[-2:] if transpose_a else a.shape[:-3:-1]
     N = b.shape[-2] if transpose_b else b.shape[-1]
-    bare = all(x is None for x in (bias, residual, out))
-    if bare and transpose_a and not transpose_b and N <= _SLIM < M and a.ndim == b.ndim == 2:
+    turned = transpose_a and not transpose_b and N <= _SLIM < M and a.ndim == b.ndim == 2
+    if turned and all(x is None for x in (bias, residual, out)):
         # A few columns of a at a time would waste most of every cache line they are read from. As
         # the other side a is read as it lies: a^T b = (b^T a)^T, each element by the same chain.
         out = empty((M, N), dtype)
@@ -242,7 +243,7 @@ def _launch(a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bia
     threads = get_num_threads() if out.size * K >= _ENOUGH else 1
     block = max(-(-min(KC, K) // unit), 1)
     depth = -(-block // VECTOR_WIDTH) * VECTOR_WIDTH
-    more = 8 if K <= KC // 8 else unit
+    more = _MORE if K <= KC // _MORE else unit
     tall, wide, panel = _cut(batch, M, N, more, a_side.kind != SAME, threads, out.itemsize)
     jobs = batch * -(-M // tall) * -(-N // wide)
     own = (TALL * A_ROW + wide * depth + VECTOR_WIDTH * A_ROW + tall * panel) * out.itemsize
@@ -255,7 +256,8 @@ def _launch(a_side, b_side, transpose_a, transpose_b, offsets, M, N, K, out, bia
     _gemm_job(jobs, plan, a_side, b_side, _PAIR if paired else result, result)
 
 
-_SLIM = 16  # columns
+_SLIM = 16  # columns: what two panels of the narrow tile hold in float32
+_MORE = 8  # how much larger rectangles may be where k is that much shorter than KC
 _ENOUGH = 1 << 19  # products: fewer take as long as it takes to wake a thread
 _PAIR = np.uint32(0)
 
@@ -264,8 +266,9 @@ _PAIR = np.uint32(0)
 def _cut(batch, M, N, more, packs_a, threads, itemsize):
     """Rows and columns of the rectangles that the result is cut into, and columns of a tile.
 
-    The estimate per unit of k: a vector per row and lane, and the packing. What is packed of a
-    rectangle stays in the cache: `more` times as much where a block of k takes less room.
+    The estimate per unit of k: a product per row and column, and the packing, which costs each row
+    or column what 6 products do. What is packed of a rectangle of 768 x 384 stays in the cache; of
+    one `more` times as tall and as wide too, where a block of k takes so much less room.
     """
     narrow = lanes(itemsize, NARROW)
     panel = narrow if 2 * narrow >= N else VECTORS * lanes(itemsize)
